@@ -10,6 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from support import pids, stat_of
 
@@ -29,7 +30,7 @@ from limosa.demo.disturb import (
     usable_gpus,
 )
 from limosa.demo.training import Stack, Training, find_stack
-from limosa.errors import DriverTooOld, LimosaError, NoWorkingCriu
+from limosa.errors import DriverTooOld, LimosaError, NoSuchProcess, NoWorkingCriu
 
 CPU = Stack(sys.executable, "numpy", why="PyTorch is not installed")
 CUDA = Stack(sys.executable, "torch", "cuda")
@@ -203,6 +204,36 @@ def test_a_disturbance_that_fails_is_no_excuse(monkeypatch):
         disturb.run(quiet(), steps=50, pace=0.0, only_numpy=True)
 
 
+@pytest.mark.parametrize("long_enough", [100, 1 << 30])
+def test_a_job_that_has_ended_before_its_disturbance_runs_again_with_more_steps(monkeypatch, long_enough):
+    def late(_name, job, *_):
+        if job.steps >= long_enough:
+            return DID
+        job.wait_for_end(lambda _: None)
+        raise NoSuchProcess(pid=job.root.pid)
+
+    told = []
+    show = msgspec.structs.replace(quiet(), tell=told.append)
+    monkeypatch.setattr(disturb, "_disturb", late)
+    if long_enough > 1000:
+        with pytest.raises(LimosaError, match="400 steps, too"):
+            disturb.run(show, steps=50, pace=0.0, only_numpy=True)
+    else:
+        result = disturb.run(show, steps=50, pace=0.0, only_numpy=True)
+        assert (result.steps, result.same_bits, result.did) == (100, True, DID)
+    assert any("again, with more steps" in line for line in told)
+    assert list(Path(tempfile.gettempdir()).glob("limosa-demo-*")) == []
+
+
+def test_a_job_that_ends_with_steps_to_go_is_a_failure(monkeypatch):
+    def gone(_name, job, *_):
+        raise NoSuchProcess(pid=job.root.pid)
+
+    monkeypatch.setattr(disturb, "_disturb", gone)
+    with pytest.raises(NoSuchProcess):
+        disturb.run(quiet(), steps=50, pace=0.2, only_numpy=True)
+
+
 def test_a_training_that_is_killed_is_noticed_and_nothing_of_it_is_left(tmp_path):
     with Training(tmp_path / "run", CPU, 10_000, 0.01) as job:
         job.wait_for(3, lambda _: None)
@@ -275,7 +306,7 @@ def test_the_demo_as_people_run_it_without_a_gpu(limosa):
 def test_the_demo_in_a_node_that_somebody_has_started(limosa):
     """One GPU: it cannot move."""
     given = ["--gpus", 1, "--memory", "512MiB", "--", sys.executable, "-m", "limosa", "demo"]
-    shown = limosa("softgpu", *given, "--steps", 80, "-o", "json", rc=0, limit=100).json
+    shown = limosa("softgpu", *given, "--steps", 80, "-o", "json", rc=0, limit=200).json
     assert (shown["framework"], shown["device"], shown["gpus"]) == ("cuda", "cuda", ["Soft GPU H200"])
     assert shown["software"]
     assert [d["operation"] for d in shown["did"]] == [SUSPEND, CHECKPOINT]

@@ -14,7 +14,7 @@ import msgspec
 
 from limosa import gpu, operation
 from limosa.demo.training import Ranks, Stack, Training, find_stack
-from limosa.errors import CancelledUndone, LimosaError, UsageError
+from limosa.errors import CancelledUndone, LimosaError, NoSuchProcess, UsageError
 from limosa.process.follow import adopting
 from limosa.progress import Progress, ProgressFn
 
@@ -28,6 +28,7 @@ _GPU_ROOM = 3 << 30  # bytes free that a GPU must have to take part; the trainin
 _SOFT_ROOM = 256 << 20  # a software GPU
 # At 20 ms and a bit; on real GPUs the job goes on while the first driver call initialises all of them.
 _STEPS, _STEPS_CUDA, _STEPS_SOFT, _STEPS_TOO = 400, 1000, 400, 200
+_ATTEMPTS = 4  # each with twice the steps of the one before
 _CANNOT = (11, 12, 24)  # no permission, the GPU or driver cannot do it, no working CRIU: this machine's, not the demo's
 
 
@@ -137,7 +138,7 @@ def run(
 
     Args:
         show: told what is going on.
-        steps: the job's; None for as many as leave time between the disturbances.
+        steps: the job's; None for as many as leave time between the disturbances. More where it had ended before one.
         pace: seconds of sleep after each, so that people can watch.
         only_numpy: do not use PyTorch.
         why_no_gpus: what to say of that instead of what is found; on software GPUs: why these.
@@ -192,40 +193,70 @@ def _twice(
     whys: dict[str, NotDone],
     kind: type[Training] = Training,
 ) -> DemoResult:
-    """One job, undisturbed and disturbed; ``whys`` says what is not done to it."""
+    """One job, undisturbed and disturbed; ``whys`` says what is not done to it.
+
+    A slow machine takes longer for a disturbance than the job for its steps: then both run again, with more.
+    """
     with_cuda, ranks = stack.device == "cuda", kind is Ranks
     first = ",".join(g.uuid for g in gpus[: 2 if ranks else 1]) if with_cuda else ""
     where = "two GPUs, over NCCL" if ranks else "the GPU" if with_cuda else "the CPU"
-    show.tell(f"{what_runs(stack.framework)} on {where}, {steps} steps, twice")
-    folder = Path(tempfile.mkdtemp(prefix="limosa-demo-"))
+    for many in (steps << n for n in range(_ATTEMPTS)):
+        show.tell(f"{what_runs(stack.framework)} on {where}, {many} steps, twice")
+        folder = Path(tempfile.mkdtemp(prefix="limosa-demo-"))
+
+        def begin(name: str, folder: Path = folder, many: int = many) -> Training:
+            return kind(folder / name, stack, many, pace, first)
+
+        try:
+            expected, found, did = _both(show, begin, gpus, folder / "image", whys)
+        except CancelledUndone:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        except _EndedBefore as error:
+            shutil.rmtree(folder)
+            show.tell(f"{error}: the job had ended before; again, with more steps")
+            continue
+        except LimosaError as error:
+            error.hint = error.hint or f"what the demo left is in {folder}"
+            raise
+        shutil.rmtree(folder)
+        names = [g.name for g in gpus] if with_cuda else []
+        return compare(stack, names, expected, found, did=did, not_done=list(whys.values()))
+    raise LimosaError(f"with {many} steps, too, the job had ended before all was done to it: raise --pace")
+
+
+class _EndedBefore(Exception):
+    """The job had done all its steps before what the text names could be done to it."""
+
+
+def _both(
+    show: Show, begin: Callable[[str], Training], gpus: list[gpu.Gpu], image: Path, whys: dict[str, NotDone]
+) -> tuple[list[str], list[str], list[Did]]:
+    """Runs the job undisturbed, then disturbed: the losses of each, and what was done; ``whys`` is added to.
+
+    Raises:
+        _EndedBefore: it ended too early.
+    """
     did: list[Did] = []
-    try:
-        with adopting():
-            with kind(folder / "undisturbed", stack, steps, pace, first) as twin:
-                twin.wait_for_end(show.step("undisturbed", steps))
-                expected = twin.losses()
-            with kind(folder / "disturbed", stack, steps, pace, first) as job:
-                at = (steps * n // 5 for n in (1, 2, 3))
-                for name in (n for n in _DONE_TO[kind] if n not in whys):
-                    job.wait_for(next(at), show.step("disturbed", steps))
-                    try:
-                        did += _disturb(name, job, gpus, folder / "image", show)
-                    except LimosaError as error:
-                        if error.exit_code not in _CANNOT:
-                            raise
-                        whys[name] = NotDone(operation=name, why=error.message, exit_code=error.exit_code)
-                        show.tell(f"{name}: not here: {error.message}")
-                job.wait_for_end(show.step("disturbed", steps))
-                found = job.losses()
-    except CancelledUndone:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    except LimosaError as error:
-        error.hint = error.hint or f"what the demo left is in {folder}"
-        raise
-    shutil.rmtree(folder)
-    names = [g.name for g in gpus] if with_cuda else []
-    return compare(stack, names, expected, found, did=did, not_done=list(whys.values()))
+    with adopting():
+        with begin("undisturbed") as twin:
+            twin.wait_for_end(show.step("undisturbed", twin.steps))
+            expected = twin.losses()
+        with begin("disturbed") as job:
+            at = (job.steps * n // 5 for n in (1, 2, 3))
+            for name in (n for n in _DONE_TO[type(job)] if n not in whys):
+                job.wait_for(next(at), show.step("disturbed", job.steps))
+                try:
+                    did += _disturb(name, job, gpus, image, show)
+                except LimosaError as error:
+                    if error.exit_code == NoSuchProcess.exit_code and len(job.lines()) == job.steps:
+                        raise _EndedBefore(name) from error
+                    if error.exit_code not in _CANNOT:
+                        raise
+                    whys[name] = NotDone(operation=name, why=error.message, exit_code=error.exit_code)
+                    show.tell(f"{name}: not here: {error.message}")
+            job.wait_for_end(show.step("disturbed", job.steps))
+            return expected, job.losses(), did
 
 
 def compare(
@@ -304,7 +335,7 @@ def _timed(job: Training, name: str, show: Show, action: Callable[[], tuple[int,
     moved, text = action()
     seconds = time.monotonic() - begin
     if step >= job.steps:
-        raise LimosaError(f"the job had ended before it could be disturbed ({name}): more --steps are needed")
+        raise _EndedBefore(name)
     # The next step ends the pause: without it there is no gap to measure.
     job.wait_for(min(len(job.lines()) + 1, job.steps), show.step("disturbed", job.steps))
     pause = job.longest_gap(begin)
