@@ -178,6 +178,18 @@ def test_a_rank_that_has_not_begun_to_use_its_gpu_is_not_left_behind(two: Any) -
     job.finish()
 
 
+@pytest.mark.criu
+def test_an_image_of_a_rank_that_had_not_begun_goes_to_the_gpus_of_the_same_numbers(two: Any, tmp_path: Path) -> None:
+    job = Ranks(two, "--late", 8, ready=False)
+    waits_for(two, lambda: sum(map(len, job.gpus())) == 1)
+    two.says(0, "", "checkpoint", job.pid, "--output", tmp_path / "image")
+    two.says(13, "rank-to-come", "restore", tmp_path / "image", *SWAP)
+    two.says(0, "", "restore", tmp_path / "image")
+    job.goes_on()
+    assert job.gpus() == [[0], [1]]
+    job.finish()
+
+
 def test_slow_communicators_are_waited_for(two: Any) -> None:
     two.switches.add("function=step:nccl-init delay=0.3 every=1")
     job = Ranks(two, ready=False)

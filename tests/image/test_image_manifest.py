@@ -85,6 +85,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
             cuda=draw(st.booleans()),
             openable=draw(st.lists(uuids, max_size=2)),
             held=draw(st.dictionaries(uuids, sizes, max_size=2)),
+            rank_to_come=draw(st.booleans()),
         )
         for n, pid in enumerate(chosen)
     ]

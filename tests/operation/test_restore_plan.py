@@ -127,6 +127,21 @@ def test_a_map_is_text_or_a_mapping_by_index_or_uuid(gpu_map: Any) -> None:
     assert maps(image({A: GB, B: GB}), here(A, B), gpu_map=gpu_map) == [{A: B, B: A}]
 
 
+@pytest.mark.parametrize(
+    ("gpus", "gpu_map", "refused"),
+    [((A, B), "0=1,1=0", True), ((A, B), None, False), ((C, D), "0=0,1=1", False), ((C, D), "0=1,1=0", True)],
+)
+def test_a_rank_that_had_not_begun_wants_the_others_on_gpus_of_the_same_numbers(
+    monkeypatch: pytest.MonkeyPatch, gpus: tuple[str, ...], gpu_map: str | None, refused: bool
+) -> None:
+    monkeypatch.setattr(restore_plan.gpu, "inventory", lambda: here(*gpus))
+    started = image(ON_A, {B: GB})
+    late = TreeProcess(pid=FREE_PID, ppid=started.tree[0].pid, start_time=3, rank_to_come=True)
+    found = look(msgspec.structs.replace(started, tree=[*started.tree, late]), Options(gpu_map=gpu_map)).reasons
+    assert [(r.pid, r.exit_code) for r in found if r.id == "rank-to-come"] == [(FREE_PID, 13)] * refused
+    assert not any(r.id == "rank-to-come" for r in look(started, Options(gpu_map=gpu_map)).reasons)
+
+
 def test_on_another_machine_what_was_held_has_to_be_told() -> None:
     with pytest.raises(InvalidMap, match="not in this machine") as caught:
         maps(image(ON_A), here(C, D))

@@ -120,6 +120,7 @@ class TreeProcess(msgspec.Struct, frozen=True, kw_only=True):
         threads: ids of its other threads; a restore needs these free too.
         openable: uuids of the GPUs whose device nodes it could open: the left sides of every map for it.
         held: bytes it held on each GPU, by uuid.
+        rank_to_come: whether it was a rank that had not begun to use a GPU, where others had.
     """
 
     pid: Pid
@@ -130,6 +131,7 @@ class TreeProcess(msgspec.Struct, frozen=True, kw_only=True):
     threads: Annotated[list[Pid], msgspec.Meta(max_length=1_000_000)] = []
     openable: Annotated[list[Uuid], msgspec.Meta(max_length=1024)] = []
     held: Annotated[dict[Uuid, Size], msgspec.Meta(max_length=1024)] = {}
+    rank_to_come: bool = False
 
 
 class GpuRecord(msgspec.Struct, frozen=True, kw_only=True):

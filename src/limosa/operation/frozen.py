@@ -12,6 +12,7 @@ from limosa.errors import LimosaError
 from limosa.image import OpenFile, TreeProcess
 from limosa.operation.jobs import command_of
 from limosa.operation.prepare import Prepared
+from limosa.process import hazards
 from limosa.process.descriptors import ANONYMOUS_SHARED, read_mounts
 from limosa.process.identity import read_stat
 
@@ -25,6 +26,8 @@ def tree_and_files(prepared: Prepared, lent: Collection[str] = ()) -> tuple[list
     would be paid for by the pause), their sizes are read now. ``lent``: names that files have for CRIU alone.
     """
     cuda = {m.pid: m for m in prepared.members}
+    late = hazards.late_ranks(prepared.observation, cuda) if prepared.observation else []
+    to_come = {process.pid for process in late}
     tree, files = [], []
     for identity in prepared.tree:
         member = cuda.get(identity.pid)
@@ -39,6 +42,7 @@ def tree_and_files(prepared: Prepared, lent: Collection[str] = ()) -> tuple[list
                     threads=sorted(int(t) for t in os.listdir(f"/proc/{identity.pid}/task") if t != str(identity.pid)),
                     openable=list(member.home) if member else [],
                     held=member.held if member else {},
+                    rank_to_come=identity.pid in to_come,
                 )
             )
             files += _open_files(identity.pid, lent)

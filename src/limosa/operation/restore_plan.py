@@ -25,7 +25,7 @@ from limosa.operation.refusals import MOVE_DRIVER, SUSPEND_DRIVER
 from limosa.operation.restore_options import ImageFacts, Options, called_back, shape_of
 from limosa.operation.results import Plan
 from limosa.operation.rewind import changed_files
-from limosa.operation.rules import apply_force, as_reason
+from limosa.operation.rules import apply_force, as_reason, to_come
 from limosa.operation.taken_pids import taken_pids
 from limosa.operation.verbs import RESTORE
 from limosa.process import device_nodes, sizes
@@ -201,7 +201,19 @@ def _gpu_reasons(facts: ImageFacts, options: Options) -> list[Reason]:
     if short := idle.shortage_seen(inventory, facts.members, {}):
         hint = "make room there (limosa ps shows who holds it), or choose another GPU with --to"
         found.append(Reason(id="gpu-room", text=short, exit_code=14, hint=hint))
-    return found + beside.in_the_way(inventory, facts.members)
+    return [*found, *beside.in_the_way(inventory, facts.members), *_ranks_to_come(manifest, inventory, facts.members)]
+
+
+def _ranks_to_come(manifest: Manifest, inventory: gpu.Inventory, members: Sequence[Member]) -> list[Reason]:
+    """Ranks get GPUs of another number, and some had not begun to use one: they would, on the one that they know."""
+    then, here = ({g.uuid: g.index for g in gpus} for gpus in (manifest.gpus, inventory.gpus))
+    stay = all(then.get(a) == here[b] for m in members for a, b in m.map.items() if m.held.get(a))
+    late = [p.pid for p in manifest.tree if p.rank_to_come]
+    if stay or not late:
+        return []
+    names = ", ".join(f"process {pid}" for pid in late[:5])
+    hint = "restore it onto the GPUs of the same numbers, and move it when all ranks compute"
+    return [to_come(f"{names} of the image, a rank, had", late[0], hint)]
 
 
 def restored_members(manifest: Manifest, inventory: gpu.Inventory, options: Options) -> list[Member]:

@@ -102,9 +102,14 @@ def ranks_to_come(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
     if not late:
         return []
     names = ", ".join(f"{p.title} (rank {p.env['RANK']})" for p in late[:5])
-    text = f"{names} has not begun to use a GPU: it would, on the one that it was told, with the others moved elsewhere"
-    hint = "try again when all ranks compute; --force=rank-to-come if these never use one"
-    return [Reason(id="rank-to-come", text=text, exit_code=13, hint=hint, pid=late[0].pid, forceable=True)]
+    return [to_come(f"{names} has", late[0].pid, "try again when all ranks compute")]
+
+
+def to_come(who_has: str, pid: int, hint: str) -> Reason:
+    """Return the reason: of whom it is said, and what could be done."""
+    text = f"{who_has} not begun to use a GPU: it would, on the one that it was told, with the others moved elsewhere"
+    hint += "; --force=rank-to-come if it never uses one"
+    return Reason(id="rank-to-come", text=text, exit_code=13, hint=hint, pid=pid, forceable=True)
 
 
 def arenas(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
