@@ -88,9 +88,8 @@ class BoxedRun(Run):
             problems.append(f"exit code {rc}, nothing runs, and the runtime still knows the container")
         if clone and self.operation == "clone":
             self._judge_clone(rc, clone, clone in names)
-        left = room.boxes.mounts() - {name for name in names if job.known.box == "runc"}
-        if job.known.box == "podman" and len(left) > len(names):
-            problems.append(f"mounts that are left: {sorted(left)}")
+        if job.known.box == "podman" and len(left := room.boxes.mounts(room.boxes.podman)) > len(names):
+            problems.append(f"mounts that are left: {left}")
 
     def _judge_clone(self, rc: int, name: str, there: bool) -> None:
         if rc == 0 and not there:

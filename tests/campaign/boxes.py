@@ -135,15 +135,10 @@ class Boxes:
             self.podman("rm", "--force", "--time", "0", "--ignore", self.clone, rc=None)
         self.clone = ""
 
-    def mounts(self) -> set[str]:
-        """What the runtimes have mounted for containers: names of runc's bundles, folders of podman's store."""
-        found = set()
-        for line in Path("/proc/self/mountinfo").read_text().splitlines():
-            path = line.split(" ")[4]
-            for runtime in (self.runc, self.podman):
-                if path.startswith(f"{runtime.place}/") and path.endswith(("/rootfs", "/merged")):
-                    found.add(Path(path).parent.name)
-        return found
+    def mounts(self, runtime: Runc | Podman) -> list[Path]:
+        """What is mounted for a runtime's containers: roots of runc's bundles, of the folders of podman's store."""
+        paths = [Path(line.split(" ")[4]) for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+        return [path for path in paths if path.is_relative_to(runtime.place) and path.name in ("rootfs", "merged")]
 
     def wipe(self) -> None:
         """No container is left."""
@@ -155,6 +150,8 @@ class Boxes:
                 else:
                     self.runc("delete", "--force", name, rc=None)
             runtime.containers.clear()
+        for root in self.mounts(self.runc):
+            self.runc.call("/bin/umount", "--lazy", root, rc=None)
 
     def act(self, argv: list[object]) -> None:
         """Somebody calls a runtime's program; it may have to wait until limosa lets go of the container."""
@@ -234,8 +231,9 @@ class BoxJob:
         for known in list(self.runtime.containers):
             if known.name == self.name:
                 self.runtime.containers.remove(known)
-        if self.name in self.runtime.names():
-            self._take(self.runtime.known(self.name))
+        with contextlib.suppress(LookupError):  # a name that went while it was asked about
+            if self.name in self.runtime.names():
+                self._take(self.runtime.known(self.name))
 
     def _lives(self, box: Container) -> bool:
         stat = stat_of(box.pid) if box.pid > 0 else None

@@ -1,4 +1,4 @@
-"""Debian's own podman, crun, runc, conmon and containerd, fetched once into ``build/engines``; nothing is installed.
+"""Debian's podman, crun, runc, containerd and Docker, fetched once into ``build/engines``; nothing is installed.
 
 apt gets list, state and cache folders of its own (``limosa.process.criu.fetch``), and checks the packages' signatures.
 What runs gets the folder's own loader and libraries written into it (patchelf), so that the machine's C library does
@@ -23,13 +23,13 @@ from limosa.process.criu.fetch import signed_lists
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINES = ROOT / "build" / "engines"
-# containerd knows CDI from 1.7.2 on.
+# containerd knows CDI from 1.7.2 on, Docker from 25.
 PACKAGES = {
     "bookworm": [
         *("podman", "crun", "runc", "conmon", "catatonit", "netavark"),
         *("iptables", "tar", "busybox-static", "musl-dev", "patchelf"),
     ],
-    "forky": ["containerd"],
+    "forky": ["containerd", "docker.io", "docker-cli"],
 }
 # What podman's packages ask for and nothing here starts.
 _NEEDLESS = ("gnupg", "gpg", "perl", "libperl", "dirmngr", "pinentry", "debconf", "adduser", "passwd", "dpkg")
@@ -44,7 +44,10 @@ _PROGRAMS = {
     "tar": "bin/tar",
     "busybox": "bin/busybox",
 }
-_OF_FORKY = ("containerd", "containerd-shim-runc-v2", "ctr")
+_OF_FORKY = {
+    **{name: f"usr/bin/{name}" for name in ("containerd", "containerd-shim-runc-v2", "ctr", "docker")},
+    "dockerd": "usr/sbin/dockerd",
+}
 _LIBRARIES = ("usr/lib/{}-linux-gnu", "lib/{}-linux-gnu")
 
 
@@ -81,8 +84,8 @@ def _fetch(stamp: str) -> None:
     (ENGINES / "bin").mkdir()
     for name, path in _PROGRAMS.items():
         _link(first, first, path, name)
-    for name in _OF_FORKY:
-        _link(first, second, f"usr/bin/{name}", name)
+    for name, path in _OF_FORKY.items():
+        _link(first, second, path, name)
     (ENGINES / "bin" / "iptables-restore").symlink_to(f"../root/{_PROGRAMS['iptables']}")
     (ENGINES / "stamp").write_text(stamp)
 

@@ -398,7 +398,7 @@ class Runc(Runtime):
         return bundle
 
     def known(self, name: str) -> Container:
-        found = next(one for one in self("list", "--format", "json").json if one["id"] == name)
+        found = {one["id"]: one for one in self("list", "--format", "json").json or []}[name]
         return self._started(name, name, found["pid"], Path(found["bundle"]) / "up" / "out")
 
     def names(self) -> list[str]:
@@ -529,6 +529,103 @@ address = "{self.socket}.ttrpc"
         self.daemon.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.daemon.wait(10)
+        super().close()
+
+
+class Docker(Runtime):
+    """Docker: dockerd in the node, which starts a containerd of its own, driven by its own client."""
+
+    name = "docker"
+
+    def __init__(self, node: Node, engines: Engines, place: Path):
+        super().__init__(node, engines, place)
+        own_folders(node, "/var/lib", "/run")
+        for folder, own in (("/var/lib/docker", "lib"), ("/run/docker", "run")):  # its own are no overlay's
+            (place / own).mkdir()
+            node.run(["mkdir", "-p", folder])
+            node.run(["mount", "--bind", place / own, folder])
+        self.socket = place / "docker.sock"
+        (place / "daemon.json").write_text("{}")
+        self.log = place / "daemon.log"
+        off = (
+            "--bridge=none",
+            "--userland-proxy=false",
+            "--iptables=false",
+            "--ip6tables=false",
+            "--storage-driver=overlay2",
+        )
+        self.daemon = self._daemon(f"--host=unix://{self.socket}", f"--cgroup-parent={self.parent}", *off)
+        end = time.monotonic() + 30
+        while self("version", rc=None).rc != 0:
+            assert time.monotonic() < end, self.log.read_text()
+            assert self.daemon.poll() is None, self.log.read_text()
+            time.sleep(0.1)
+
+    def _daemon(self, *options: str) -> subprocess.Popen[bytes]:
+        files = (f"--config-file={self.place}/daemon.json", f"--pidfile={self.place}/docker.pid")
+        options = (*files, "--exec-opt=native.cgroupdriver=cgroupfs", *options)
+        with open(self.log, "w") as log:
+            daemon = subprocess.Popen(
+                [self.engines["dockerd"], *options],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self.environment(),
+                cwd="/",
+                preexec_fn=lambda: _join(self.node.pid),  # noqa: PLW1509 - it only makes system calls
+            )
+        self.node.add(daemon)
+        return daemon
+
+    def __call__(self, *arguments: object, rc: int | None = 0, limit: float = 60) -> Answer:
+        """``docker("ps", "--all")``."""
+        return self.call(self.engines["docker"], "--host", f"unix://{self.socket}", *arguments, rc=rc, limit=limit)
+
+    def load(self, rootfs: Path) -> None:
+        """Puts an image of that root folder into its store."""
+        archive = self.place / "rootfs.tar"
+        subprocess.run([self.engines["tar"], "-C", rootfs, "-cf", archive, "."], check=True)
+        self("import", archive, NAME)
+
+    def start(
+        self,
+        *command: object,
+        gpus: Sequence[int] | None = (0,),
+        options: Sequence[object] = (),
+        cdi: Sequence[str] = (),
+        env: Sequence[str] = (),
+        name: str = "",
+        image: str = NAME,
+    ) -> Container:
+        """``docker run --detach``; ``options`` are more of docker's, ``gpus`` None for none of the node's."""
+        name = name or f"c{len(self.containers)}-{secrets.token_hex(3)}"
+        words = [] if gpus is None else _gpu_options(gpus)
+        words += [word for device in cdi for word in ("--device", device)]
+        words += [word for one in env for word in ("--env", one)]
+        place = ["--name", name, "--network", "none", "--cgroupns", "private"]
+        self("run", "--detach", *place, *words, *options, image, *command)
+        return self.known(name)
+
+    def known(self, name: str) -> Container:
+        (found,) = self("container", "inspect", name).json
+        return self._started(found["Id"], name, found["State"]["Pid"], Path(found["LogPath"]))
+
+    def words(self, log: Path) -> str:
+        written = self.place / "lib" / log.relative_to("/var/lib/docker")
+        return "".join(json.loads(line)["log"] for line in super().words(written).splitlines())
+
+    def enter(self, container: Container, argv: Sequence[object], rc: int | None) -> Answer:
+        return self("exec", container.id, *argv, rc=rc)
+
+    def names(self) -> list[str]:
+        return self("ps", "--all", "--format", "{{.Names}}").stdout.split()
+
+    def close(self) -> None:
+        for name in self.names():
+            self("rm", "--force", name)
+        self.containers.clear()
+        self.daemon.terminate()
+        self.daemon.wait(20)
         super().close()
 
 

@@ -89,7 +89,17 @@ def test_a_containerd_that_was_told_not_to_is_left_so(ask: Ask, node: Node) -> N
     assert "containerd: it does not look into /etc/cdi" in ask("containerd")["detail"]
 
 
-# Docker and CRI-O are in no package here: what is asked of them is told by the words that they print.
+def test_docker_itself_is_set_up_by_the_spec_alone(ask: Ask, node: Node) -> None:
+    before = ask("dockerd")
+    assert "Docker 28." in before["detail"]
+    assert "no CDI spec of Limosa's" in before["detail"]
+    assert ask("dockerd", fix=True)["status"] == "ok"
+    node.run(["mkdir", "-p", "/etc/docker"])
+    node.run(["sh", "-c", """echo '{"features": {"cdi": false}}' > /etc/docker/daemon.json"""])
+    assert "its feature cdi is off" in ask("dockerd", fix=True)["detail"]
+
+
+# CRI-O is in no package here, and of Docker there is one version: others are told by the words that they print.
 
 
 @pytest.mark.parametrize(
