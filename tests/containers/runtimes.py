@@ -15,6 +15,7 @@ import secrets
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -102,6 +103,7 @@ class Runtime:
         self.node, self.engines, self.place = node, engines, place
         place.mkdir(parents=True)
         self.parent = f"/limosa-test-{secrets.token_hex(4)}"
+        self.sockets = Path(tempfile.mkdtemp(prefix="limosa-"))  # whose paths may not be long: 107 bytes
         self.containers: list[Container] = []
 
     def environment(self) -> dict[str, str]:
@@ -166,6 +168,7 @@ class Runtime:
         for container in list(self.containers):
             self.remove(container)
         clear_cgroups(self.parent)
+        shutil.rmtree(self.sockets)
 
     def _started(self, id_: str, name: str, pid: int, log: Path) -> Container:
         container = Container(self, id_, name, pid, log)
@@ -422,7 +425,7 @@ class Containerd(Runtime):
     def __init__(self, node: Node, engines: Engines, place: Path, *, config: str = "", cri: bool = False):
         super().__init__(node, engines, place)
         self.config = place / "config.toml"
-        self.socket = place / "containerd.sock"
+        self.socket = self.sockets / "containerd"
         self.logs: list[Path] = []
         off = ["io.containerd.grpc.v1.cri", "io.containerd.cri.v1.images", "io.containerd.cri.v1.runtime"]
         off = [] if cri else [*off, "io.containerd.nri.v1.nri"]
@@ -544,7 +547,7 @@ class Docker(Runtime):
             (place / own).mkdir()
             node.run(["mkdir", "-p", folder])
             node.run(["mount", "--bind", place / own, folder])
-        self.socket = place / "docker.sock"
+        self.socket = self.sockets / "docker"
         (place / "daemon.json").write_text("{}")
         self.log = place / "daemon.log"
         off = (

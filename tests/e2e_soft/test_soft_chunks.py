@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from soft_command import child_of, pieces, start, used
 from limosa.image.manifest import digest_line, digest_of
 from limosa.parking.names import names_of
 from limosa.parking.shim import Shim
+from limosa.process.criu.find import find
 from limosa.process.identity import Identity
 
 pytestmark = pytest.mark.criu
@@ -431,4 +433,39 @@ def test_whoever_is_killed_the_job_or_its_image_is_there(
     assert sorted(on) == [False, True]
     assert slow.limosa("move", job.pid, "--to", int(on[0]), "-o", "json").json["way"] == "parked"
     job.goes_on(2)
+    job.finish()
+
+
+ASKS_MEANWHILE = """\
+#!{python}
+import os, socket, subprocess, sys, time
+if "dump" in sys.argv and os.path.exists({times!r}):
+    os.remove({times!r})
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+        client.connect({name!r})
+        time.sleep(0.2)  # it is accepted
+        sys.exit(subprocess.run([*{real!r}, *sys.argv[1:]], close_fds=False).returncode)
+os.execv({real!r}[0], [*{real!r}, *sys.argv[1:]])
+"""
+
+
+@pytest.mark.parametrize("leave", [True, False])
+def test_who_asks_the_shim_while_criu_looks_is_waited_for(parked: Any, tmp_path: Path, leave: bool) -> None:
+    """A ``limosa ps`` at the wrong moment: to CRIU it is a socket to a process outside of the job."""
+    job = start(parked, "--mib", 16)
+    program, once = tmp_path / "criu-asked", tmp_path / "once"
+    (name,) = names_of(job.pid)
+    told = {"python": sys.executable, "times": str(once), "name": name.address, "real": list(find().argv)}
+    program.write_text(ASKS_MEANWHILE.format(**told))
+    program.chmod(0o755)
+    parked.limosa("doctor", "--criu", program, rc=None)  # it is tried first
+    once.touch()
+    options = ["--output", tmp_path / "image", "--criu", program, *(["-R"] if leave else []), *SMALL]
+    parked.says(0, "", "checkpoint", job.pid, *options)
+    assert not once.exists()
+    if not leave:
+        job.until_gone()
+        parked.says(0, "", "restore", tmp_path / "image")
+    job.goes_on(2)
+    parked.says(0, "", "verify", tmp_path / "image")
     job.finish()

@@ -58,7 +58,7 @@ from limosa.operation.results import CheckpointResult
 from limosa.operation.step import BACK, HOME, Verb, run
 from limosa.operation.steps.on_gpus import OnGpus
 from limosa.operation.work import Work
-from limosa.parking.shim import ShimError
+from limosa.parking.shim import ShimError, under_shim
 from limosa.process import device_nodes, sizes
 from limosa.process.candidates import may_use_cuda
 from limosa.process.criu.program import Criu
@@ -74,12 +74,17 @@ from limosa.terms import Route
 
 _REAP_SECONDS = 10.0
 _MAPPING_BYTES = 20  # that CRIU writes of a mapping, at least
-_TRIES = 4  # of a dump, where the job makes semaphores meanwhile
+_TRIES = 4  # of a dump, where the job makes semaphores meanwhile, and where its shim is asked
+_ANSWERED = 0.1  # seconds until whoever asked has his answer, and has gone
 _NOTED = ("leave_running", "tcp_established", "tcp_close", "shell_job", "file_locks", "link_remap", "ext_unix_sk")
 
 
 class _OtherSemaphores(Exception):
     """CRIU found one that was not there when it was looked."""
+
+
+class _Asked(Exception):
+    """Somebody had a connection to the shim, a ``limosa ps`` for one: to CRIU it is one to a process outside."""
 
 
 class Dumping(OnGpus):
@@ -107,7 +112,7 @@ class Dumping(OnGpus):
         assert job.observation is not None
         self.dump_options = dump_options(options, job.observation)
         self.lost = shm.Lost()
-        self.tries = 1
+        self.tries, self.asked = 1, 0
 
     @property
     def asleep(self) -> list[Member]:
@@ -160,7 +165,7 @@ class Dumping(OnGpus):
             shm.take_away(given | self.lost.remaps)
 
     def dump(self) -> None:
-        """Dumps; again where the job has made a semaphore between the look and CRIU's.
+        """Dumps; again where the job has made a semaphore between the look and CRIU's, or its shim was asked.
 
         The last time CRIU gives those a name itself, by a number that another's dump at the same moment may have taken.
         """
@@ -172,7 +177,10 @@ class Dumping(OnGpus):
                 break
             except _OtherSemaphores:
                 self.tries += 1
-                self.draft.empty_criu()
+            except _Asked:
+                self.asked += 1
+                self.work.cancel.wait(_ANSWERED)
+            self.draft.empty_criu()
         if not self.leave_running:  # it has ended, and the image is whole: there is no way back any more
             self.work.drop(HOME)
             self._let_go_of_device_memory()
@@ -306,9 +314,7 @@ class Dumping(OnGpus):
                 raise NoSuchProcess(text, pid=self.root.pid, job_state="gone", hint="") from error
             work.check()  # where that is the reason, say it of the whole operation
             if isinstance(error, CriuFailed):
-                semaphore = error.fields.get("kind") == "link-remap" and shm.FOLDER in str(error.fields.get("reason"))
-                if semaphore and self.tries < _TRIES:
-                    raise _OtherSemaphores from error
+                self._say_if_it_passes(error)
                 # The folder goes with the undo; what CRIU said stays.
                 kept = keep_log(self.draft.log_fd, DUMP_LOG, work.id)
                 if error.fields.get("kind") == "no-space":
@@ -325,6 +331,16 @@ class Dumping(OnGpus):
         if not self.members and self.options.leave_running:
             work.timings["pause_seconds"] = stats.freezing_time + stats.frozen_time
         return stats
+
+    def _say_if_it_passes(self, error: CriuFailed) -> None:
+        """Raises _OtherSemaphores or _Asked where the next try may succeed."""
+        kind = error.fields.get("kind")
+        semaphore = kind == "link-remap" and shm.FOLDER in str(error.fields.get("reason"))
+        if semaphore and self.tries < _TRIES:
+            raise _OtherSemaphores from error
+        shims = kind == "external-unix" and any(under_shim(each.pid) for each in job_tree(self.root))
+        if shims and self.asked < _TRIES - 1:
+            raise _Asked from error
 
     def _remaps(self) -> bool:
         return self.dump_options.link_remap or self.tries == _TRIES
