@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import pytest
 from image_material import CONTENTS, FailingFiles, NotingFiles, fill, manifest, write_image
 
 from limosa.errors import Busy, FailedUndone, NoSuchImage, UsageError
-from limosa.image import Draft, open_image, remove, unfinished
+from limosa.image import Draft, open_image, remove, unfinished, verify
 from limosa.image.unfinished import this_process
+from limosa.operation import recover
 
 
 @pytest.fixture
@@ -178,3 +180,25 @@ def test_a_failing_disk_leaves_the_image_or_litter(tmp_path: Path) -> None:
             (litter,) = unfinished(tmp_path)
             remove(litter.path)
         assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.root
+def test_recover_removes_no_whole_image_that_a_folders_owner_has_renamed(tmp_path: Path) -> None:
+    """He could not remove it himself: it is root's."""
+    home = tmp_path / "home"
+    home.mkdir()
+    write_image(home / "image").close()
+    litter = home / ".image.limosa-partial-0123456789abcdef"
+    (home / "image").rename(litter)
+    os.chown(home, 4242, 4242)
+    (found,) = recover([home])
+    assert found.exit_code == UsageError.exit_code
+    assert "whole image" in found.error
+    litter.rename(home / "image")
+    with open_image(home / "image", trust=False) as image:
+        assert verify(image).ok
+    (home / "image").rename(litter)
+    os.chown(home, 0, 0)  # where nobody else can have done it, a removal has been killed
+    (found,) = recover([home])
+    assert not found.error
+    assert os.listdir(home) == []

@@ -26,10 +26,8 @@ from limosa import start
 from limosa.containers import calls, grpc
 from limosa.containers.containerd_api import OPTIONS, Api, Layer, Record, address
 from limosa.containers.protobuf import Malformed, Message, message
-from limosa.containers.runc import Spec, joined_namespaces, write_by_runc
+from limosa.containers.runc import Spec, joined_namespaces, network_of, write_by_runc
 from limosa.containers.runtime import (
-    MACHINES,
-    PRIVATE,
     SHARES,
     Contained,
     Kept,
@@ -144,7 +142,7 @@ class Containerd(Runtime):
             image=record.image,
             image_id=parent,
             bundle=state.bundle if state is not None else "",
-            network=PRIVATE if "network" in _namespaces(record) else MACHINES,
+            network=network_of(_namespaces(record)),
             log=stdout.removeprefix("file://") if stdout.startswith("file:///") else "",
             namespace=api.namespace,
             snapshotter=record.snapshotter,

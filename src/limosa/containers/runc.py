@@ -11,6 +11,7 @@ from limosa.containers import calls
 from limosa.containers.calls import Said
 from limosa.containers.find import in_hierarchy
 from limosa.containers.runtime import (
+    JOINED,
     MACHINES,
     PRIVATE,
     SHARES,
@@ -80,7 +81,7 @@ class Runc(Runtime):
             name=state.id,
             init=alive(Identity(state.pid, state.start_time)),
             bundle=state.bundle,
-            network=PRIVATE if "network" in namespaces else MACHINES,
+            network=network_of(namespaces),
             against=tuple(against),
         )
 
@@ -176,6 +177,13 @@ class Runc(Runtime):
         said = self._run("--root", state.folder, "delete", "--force", "--", id_, on_start=on_start)
         if said.rc and self._state(id_) is not None:
             raise FailedUndone(what="runc delete", detail=said.why)
+
+
+def network_of(namespaces: Mapping[str, str]) -> str:
+    """Return what a container has of a network, by its namespaces: kind → path of the one that it joins, or ""."""
+    if "network" not in namespaces:
+        return MACHINES
+    return JOINED if namespaces["network"] else PRIVATE
 
 
 def joined_namespaces(namespaces: Mapping[str, str]) -> list[tuple[str, str]]:

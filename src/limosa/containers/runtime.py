@@ -35,6 +35,9 @@ MACHINES = "host"
 PRIVATE = "private"
 """What a network is called that is the container's own."""
 
+JOINED = "joined"
+"""What a network is called that a container was put into, with whoever else is there."""
+
 SHARES = "container-shares"
 _MOST_PORTS = 2000
 
@@ -55,7 +58,7 @@ class Contained(msgspec.Struct, frozen=True, kw_only=True):
     image: str = ""  # the name of the image that it was made of
     image_id: str = ""
     bundle: str = ""
-    network: str = ""  # "host", "none", "private"
+    network: str = ""  # "host", "none", "private", "joined"
     monitor: int = 0  # the pid of podman's monitor of it
     ran: bool = True  # whether it runs, or has
     published: tuple[int, ...] = ()  # TCP ports of the machine that its runtime leads to it

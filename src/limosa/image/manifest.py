@@ -269,7 +269,7 @@ class ContainerRecord(msgspec.Struct, frozen=True, kw_only=True):
             file system began as); "" where the runtime knows none.
         bundle: its OCI bundle.
         folder: where the runtime kept its state, for runc.
-        network: "host", "none" or "private".
+        network: "host", "none", "private", or "joined" (one that was there before).
         ports: TCP ports of the machine that it listened on, where its network was the machine's, else those that its
             runtime led to it.
         volumes: its named volumes.

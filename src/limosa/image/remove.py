@@ -14,7 +14,7 @@ from limosa.image.chunks import CHUNKS_NAME, is_chunk_folder
 from limosa.image.files import Files, clear_folder, open_folder, typed_errors
 from limosa.image.manifest import CRIU_NAME, DIGEST_NAME, LOG_NAME, MANIFEST_NAME
 from limosa.image.read import MARKER_NAME, is_partial_name, partial_name
-from limosa.image.trust import open_named
+from limosa.image.trust import destination_problem, open_named
 from limosa.image.unfinished import describe, this_process
 
 _FILES = frozenset({MANIFEST_NAME, DIGEST_NAME, MARKER_NAME})
@@ -22,7 +22,11 @@ _FOLDERS = frozenset({CRIU_NAME, LOG_NAME, CHUNKS_NAME})
 
 
 def remove(
-    path: str | os.PathLike[str], *, files: Files | None = None, look: Callable[[int], None] = lambda _: None
+    path: str | os.PathLike[str],
+    *,
+    files: Files | None = None,
+    look: Callable[[int], None] = lambda _: None,
+    litter_only: bool = False,
 ) -> int:
     """Remove an image, damaged or not, or an unfinished folder.
 
@@ -33,6 +37,7 @@ def remove(
         path: of its folder, not of a symlink to it.
         files: how the disk is changed; for tests.
         look: is shown the open folder before anything goes.
+        litter_only: refuse a whole image that somebody else may have given an unfinished folder's name.
 
     Returns:
         Bytes freed.
@@ -51,12 +56,12 @@ def remove(
         except (FileNotFoundError, NotADirectoryError) as e:
             raise NoSuchImage(path=absolute) from e
         try:
-            return _remove(absolute, parent_fd, files, look)
+            return _remove(absolute, parent_fd, files, look, litter_only)
         finally:
             os.close(parent_fd)
 
 
-def _remove(path: Path, parent_fd: int, files: Files, look: Callable[[int], None]) -> int:
+def _remove(path: Path, parent_fd: int, files: Files, look: Callable[[int], None], litter_only: bool) -> int:
     try:
         fd = open_folder(path.name, parent_fd)
     except FileNotFoundError as e:
@@ -78,6 +83,7 @@ def _remove(path: Path, parent_fd: int, files: Files, look: Callable[[int], None
                 raise Busy(f"{path} is being written by process {pid}", pid=int(pid), by=owner.operation)
         elif not (CRIU_NAME in names and {MANIFEST_NAME, DIGEST_NAME} & names):
             raise UsageError(detail=f"{path} is not an image: it has no {CRIU_NAME}/ with a manifest")
+        _refuse_renamed(path, names if litter_only else set())
         look(fd)
         # Renaming takes it from everybody else: a writer who is alive after all fails to commit it, and never commits
         # what is being removed.
@@ -102,6 +108,18 @@ def _remove(path: Path, parent_fd: int, files: Files, look: Callable[[int], None
         return freed
     finally:
         os.close(fd)
+
+
+def _refuse_renamed(path: Path, names: set[str]) -> None:
+    """Raises UsageError for a whole image that somebody else may have given an unfinished folder's name.
+
+    What is unfinished and has a manifest with its hash has its marker as well: that goes after the rename that makes it
+    an image.
+    """
+    why = destination_problem(path) if {MANIFEST_NAME, DIGEST_NAME} <= names and MARKER_NAME not in names else None
+    if why is not None:
+        detail = f"{path} is a whole image, which somebody may have given that name ({why}): it was left alone"
+        raise UsageError(detail=detail, hint=f"limosa rm {path}, or give it its name back")
 
 
 def _link_of(name: str, dir_fd: int) -> int | None:

@@ -9,9 +9,10 @@ first.
 
 Everybody in that namespace can open the file, as his own, and take a lock on it, also who may not touch the job. The
 kernel does not say who has a lock of this kind. Root in the first namespace sees every process, and finds out whether
-one of those has it who may work on the job (:func:`_has_a_say`): a stranger's counts for nothing. All others see too
-little for that, and give way to any lock: so a stranger in the container can keep off Limosa in there, and that of
-other users than root outside. Where the job is the whole container nobody in there is a stranger: he owns a part of it.
+one of those has it who may work on the job (:func:`_has_a_say`), for five seconds: a stranger's counts for nothing.
+All others see too little for that, and give way to any lock: so a stranger in the container can keep off Limosa in
+there, and that of other users than root outside. Where the job is the whole container nobody in there is a stranger: he
+owns a part of it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import random
 import struct
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from limosa.errors import Busy
@@ -36,6 +37,7 @@ _FIRST = 0xEFFFFFFC  # the inode of the machine's first pid namespace (PROC_PID_
 _Namespace: TypeAlias = "tuple[int, int] | None"
 _FLOCK = "hhqqi0q"  # struct flock
 _PATIENCE = 1.0
+_LOOKING = 5.0  # seconds; who else is at work waits ten for the lock of all claims
 _CAP_SYS_PTRACE = 1 << 19
 _MOST_FDS = 1 << 17
 _held: dict[str, list[int]] = {}
@@ -94,6 +96,7 @@ def _take(processes: Iterable[Identity]) -> tuple[list[int], int]:
     inside: dict[_Namespace, list[Identity]] = {}
     for identity in processes:
         inside.setdefault(namespace_of(identity.pid, "pid"), []).append(identity)
+    doubtful: list[tuple[int, int, list[Identity]]] = []
     for namespace, job in inside.items():
         if namespace in seen:
             continue
@@ -107,13 +110,34 @@ def _take(processes: Iterable[Identity]) -> tuple[list[int], int]:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _lock(fcntl.F_RDLCK, level, 1))
         if not _is_taken(fd, 0, level) and not _is_taken(fd, level + 1, 0):
             continue
-        if os.geteuid() != 0 or first is None or first[1] != _FIRST or _is_believed(fd, level, job):
+        if os.geteuid() != 0 or first is None or first[1] != _FIRST:
             return taken, identity.pid
+        doubtful.append((fd, level, job))
+    # A job may have thousands of namespaces: the machine's processes are looked at once, when all locks are taken.
+    others, end = _in_namespaces() if doubtful else {}, time.monotonic() + _LOOKING
+    for fd, level, job in doubtful:
+        if _is_believed(fd, level, job, others, end):
+            return taken, job[0].pid
     return taken, 0
 
 
-def _is_believed(fd: int, level: int, job: Iterable[Identity]) -> bool:
-    """Whether somebody who may work on a job has a lock of another level; who cannot be looked at has one."""
+def _in_namespaces() -> dict[_Namespace, list[int]]:
+    """The processes that are in other pid namespaces than ours, by these; None for those that cannot be asked."""
+    found: dict[_Namespace, list[int]] = {}
+    for name in os.listdir("/proc"):
+        # A Limosa of another level sees the job, and is not in our namespace.
+        if name.isdigit() and level_of(int(name)) > 1:
+            found.setdefault(namespace_of(int(name), "pid"), []).append(int(name))
+    return found
+
+
+def _is_believed(
+    fd: int, level: int, job: Iterable[Identity], others: Mapping[_Namespace, Sequence[int]], end: float
+) -> bool:
+    """Whether somebody who may work on a job has a lock of another level.
+
+    Who cannot be looked at, or not until ``end`` (time.monotonic()), has one.
+    """
     inode, users, above = os.fstat(fd).st_ino, {0}, set[_Namespace]()
     within: set[_Namespace] = set()
     for identity in job:
@@ -122,12 +146,11 @@ def _is_believed(fd: int, level: int, job: Iterable[Identity]) -> bool:
             users.add(uids_of(identity.pid)[1])
             above |= set(namespaces_above(identity.pid, "user"))
     within -= {namespace_of("self", "pid")}
-    for name in os.listdir("/proc"):
-        # A Limosa of another level sees the job, and is not in our namespace.
-        if not name.isdigit() or level_of(int(name)) < 2 or namespace_of(int(name), "pid") not in {None, *within}:
-            continue
+    for pid in (pid for namespace in (None, *within) for pid in others.get(namespace, ())):
+        if time.monotonic() > end:
+            return True
         try:
-            if _has_a_say(int(name), users, above) and _has_lock(name, inode, level):
+            if _has_a_say(pid, users, above) and _has_lock(pid, inode, level):
                 return True
         except (FileNotFoundError, ProcessLookupError):
             continue  # it has gone, and its lock with it
@@ -152,7 +175,7 @@ def _has_a_say(pid: int, users: Collection[int], above: Collection[_Namespace]) 
     return len(own) == 1 and bool(effective_capabilities(pid) & _CAP_SYS_PTRACE) and namespace_of(pid, "user") in above
 
 
-def _has_lock(pid: str, inode: int, level: int) -> bool:
+def _has_lock(pid: int, inode: int, level: int) -> bool:
     """Whether a process has a lock of another level on the namespace's file."""
     for number, fd in enumerate(os.listdir(f"/proc/{pid}/fd")):
         if number > _MOST_FDS:

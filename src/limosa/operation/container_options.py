@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from limosa.containers.runtime import MACHINES, PRIVATE, Runtime, is_port
+from limosa.containers.runtime import JOINED, MACHINES, PRIVATE, Runtime, is_port
 from limosa.errors import InvalidArgument, Reason
 from limosa.image import ContainerRecord
 from limosa.operation import dump_options, restore_options
@@ -43,6 +43,11 @@ def of_checkpoint(options: dump_options.Options, runtime: Runtime, network: str,
             "--tcp-established",
             options.tcp_established and not options.leave_running and network == MACHINES,
             "its network is the machine's, which tells its peers that it has gone",
+        ),
+        (
+            "--tcp-established",
+            options.tcp_established and not options.leave_running and network == JOINED,
+            "its network was there before it, and would be shut for all who are in there",
         ),
     ]
     return _refused(against, pid)

@@ -11,6 +11,7 @@ import contextlib
 import os
 import stat
 import struct
+import time
 from collections.abc import Iterable, Iterator
 
 from limosa.errors import FailedUndone, LimosaError, Reason
@@ -20,6 +21,8 @@ from limosa.process.identity import Handle, Identity
 from limosa.process.status import tracer_of
 
 _SHOWN = 3
+_LOOKING = 5.0
+"""Seconds for the machine's locks: anybody can have millions, and for each page of them the kernel begins anew."""
 _DRIVERS = "/dev/nvidia"  # the driver takes its own again
 
 
@@ -62,8 +65,10 @@ def in_the_way(manifest: Manifest) -> list[Reason]:
     found: list[Reason] = []
     if not manifest.locks:
         return found
-    taken = list(_all_locks())
-    for locked in _files(manifest.locks):
+    files = list(_files(manifest.locks))
+    wanted = _inodes(files)
+    taken = [one for one in _all_locks() if one[:2] in wanted]
+    for locked in files:
         try:
             info = os.stat(locked.path, follow_symlinks=False)
         except OSError:
@@ -99,15 +104,31 @@ def _files(locked: Iterable[LockedFile]) -> Iterator[LockedFile]:
             yield entry
 
 
+def _inodes(locked: Iterable[LockedFile]) -> set[tuple[int, int]]:
+    """The files as the kernel's list names them: inode, device."""
+    found = set()
+    for entry in locked:
+        with contextlib.suppress(OSError):
+            info = os.stat(entry.path, follow_symlinks=False)
+            found.add((info.st_ino, info.st_dev))
+    return found
+
+
 def _same_time(then: int, now: int) -> bool:
     """Whether a file has the time it had; archives and copies keep whole seconds only."""
     return now == then or (now % 10**9 == 0 and now // 10**9 == then // 10**9)
 
 
 def _all_locks() -> Iterator[tuple[int, int, int, str]]:
-    """Every lock of the machine: inode, device, pid (-1 where it is nobody's), and kind, type and range."""
+    """Locks of the machine: inode, device, pid (-1 where it is nobody's), and kind, type and range.
+
+    All of them, if they can be read in time: one that is not found here the job does not get, and is ended again.
+    """
+    end = time.monotonic() + _LOOKING
     with open("/proc/locks", encoding="ascii", errors="replace") as file:
         for line in file:
+            if time.monotonic() > end:
+                return
             fields = [field for field in line.split() if field != "->"]
             with contextlib.suppress(ValueError, IndexError):
                 if "->" in line:

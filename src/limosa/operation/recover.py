@@ -141,7 +141,7 @@ def _unfinished_in(folder: Path, dry_run: bool, before: Sequence[Recovered]) -> 
             entry.did = f"{'would remove' if dry_run else 'removed'} {litter.path}, which was never finished"
             if not dry_run:
                 try:
-                    remove_image(litter.path)
+                    remove_image(litter.path, litter_only=True)
                 except (LimosaError, OSError) as error:
                     entry.did, entry.error, entry.exit_code = "", str(error), getattr(error, "exit_code", 40)
         else:

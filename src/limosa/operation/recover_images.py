@@ -136,7 +136,7 @@ def remove_drafts(dead: Journal) -> list[str]:
             ours = nameless and folder.path.name.startswith(partial_name(Path(header.image).name, ""))
             if folder.operation == header.id or str(folder.path) == header.draft or ours:
                 try:
-                    remove_folder(folder.path)
+                    remove_folder(folder.path, litter_only=True)
                     did.append(f"removed {folder.path}")
                 except (LimosaError, OSError) as error:
                     did.append(f"could not remove {folder.path} ({error}): limosa rm removes it")

@@ -25,15 +25,16 @@ _SHORTEST = 8  # characters of a run's id that tell it from all others
 _LONGEST = 4096  # PATH_MAX of Linux
 
 
-def remove_image(path: str | os.PathLike[str]) -> int:
+def remove_image(path: str | os.PathLike[str], *, litter_only: bool = False) -> int:
     """Removes an image, or an unfinished folder, and the nftables table that its dump left; returns the bytes freed.
 
+    ``litter_only``: not a whole image that somebody else may have given an unfinished folder's name.
     Raises UsageError (it is neither) and Busy (a living operation writes or reads it).
     """
     if len(os.fspath(path)) > _LONGEST:
         raise UsageError(detail=f"a path of {len(os.fspath(path))} characters is none")
     with _claimed(path):
-        return _remove(path)
+        return _remove(path, litter_only)
 
 
 @contextlib.contextmanager
@@ -55,7 +56,7 @@ def _claimed(path: str | os.PathLike[str]) -> Iterator[None]:
         claim.release()
 
 
-def _remove(path: str | os.PathLike[str]) -> int:
+def _remove(path: str | os.PathLike[str], litter_only: bool) -> int:
     tables: set[str] = set()
 
     def look(fd: int) -> None:
@@ -67,7 +68,7 @@ def _remove(path: str | os.PathLike[str]) -> int:
         with log_folder(fd) as log_fd:
             tables.update(tables_of(log_fd) if log_fd >= 0 else ())
 
-    freed = remove_folder(path, look=look)
+    freed = remove_folder(path, look=look, litter_only=litter_only)
     for table in tables - _in_use():
         remove_table(table)
     return freed

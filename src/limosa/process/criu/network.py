@@ -28,6 +28,8 @@ from limosa.process.openat import last_error, taken_from
 TCP_REPAIR = 19  # linux/tcp.h
 _libc = ctypes.CDLL(None, use_errno=True)
 _MOST_SAID = 1 << 20
+_MOST_MEMORY = 1 << 20  # KiB: nft takes half a MiB for each table that there is, and a container makes thousands
+_BOUNDED = f'ulimit -v {_MOST_MEMORY} 2>/dev/null; exec "$@"'
 _CLONE_NEWNET = 0x40000000
 _OURS = re.compile(r"inet limosa-[0-9A-Za-z-]{1,60}")
 _TABLE = re.compile(r"inet CRIU-[0-9A-Za-z-]{1,40}")
@@ -154,7 +156,7 @@ def _nft(criu: Criu, *arguments: str) -> str:
             detail="there is no nft program", hint="limosa doctor --fix fetches one, or install nftables"
         )
     try:
-        done = start.run([*criu.nft, *arguments], capture_output=True, timeout=30)
+        done = start.run(["/bin/sh", "-c", _BOUNDED, "nft", *criu.nft, *arguments], capture_output=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NetworkError(detail=f"nft cannot be run: {error}") from None
     if done.returncode != 0:
