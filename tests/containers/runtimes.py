@@ -168,7 +168,7 @@ class Runtime:
         for container in list(self.containers):
             self.remove(container)
         clear_cgroups(self.parent)
-        shutil.rmtree(self.sockets)
+        shutil.rmtree(self.sockets, ignore_errors=True)  # it may be closed twice
 
     def _started(self, id_: str, name: str, pid: int, log: Path) -> Container:
         container = Container(self, id_, name, pid, log)
