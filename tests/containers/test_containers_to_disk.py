@@ -9,6 +9,7 @@ import shlex
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,9 @@ from containers.images import NAME, make_image
 from containers.runtimes import Container, Podman, Pods, bundle_config, cgroup_layouts, own_folders, steps_of
 from soft_node import Answer, Node
 
+from limosa.parking.shim import Shim
 from limosa.process.cgroups import cgroup_folders, frozen_by
+from limosa.process.identity import Identity
 from limosa.process.tree import descendants, snapshot
 
 SHIM = "limosa.dev/job=shim"
@@ -164,6 +167,27 @@ def test_it_comes_back_on_another_gpu(cgroups: str, desk: Desk, rootfs: Path, wo
     desk.says(0, "move", desk.called(again), "--to", 0)
     assert nodes(again) == {"nvidia0"}
     again.goes_on()
+
+
+@each("runc-asked")
+def test_who_asks_its_shim_at_the_wrong_moment_is_waited_for(desk: Desk, rootfs: Path, word: str) -> None:
+    """A ``limosa ps``, for one: to CRIU it is a connection to a process outside."""
+    one = desk.with_shim()
+    one.goes_on()
+    rule = desk.node.switches.add("function=cuCheckpointProcessCheckpoint delay=0.5")
+
+    def ask() -> None:
+        until(lambda: desk.node.switches.count(rule) > 0)
+        with Shim(Identity.of(one.pid), limit=10) as shim:  # its turn comes when the checkpoint's is over
+            shim.hello()
+            time.sleep(0.15)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    assert desk.checkpoint(one)["way"] == "parked"
+    asking.join()
+    desk.restore()
+    as_undisturbed(desk, rootfs, desk.back())
 
 
 @pytest.mark.parametrize("cgroups", cgroup_layouts(), indirect=True)

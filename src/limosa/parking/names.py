@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from limosa.parking.protocol import OLD_VERSION, STAND_IN, VERSION
 from limosa.process.criu.bound import listening_names
+from limosa.process.socket_entry import proc_unix
 
 _THREAD = re.compile(rb"limosa-([0-9a-f]{8})\n?")
 _OLD_THREAD = b"limosa-shim\n"
@@ -54,6 +55,12 @@ def names_of(pid: int) -> list[Name]:
     except OSError:
         pass
     return list(found)
+
+
+def is_asked(pid: int) -> bool:
+    """Return whether somebody has a connection to the shim of a process."""
+    names = {f"@{name.address[1:]}" for name in names_of(pid)}
+    return bool(names) and any(s.state == "established" and s.local in names for s in proc_unix(pid))
 
 
 def _name(pid: int, path: str) -> Name | None:

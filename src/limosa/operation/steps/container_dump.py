@@ -26,8 +26,9 @@ from limosa.operation.journal import Noted, Phase, added_up
 from limosa.operation.leftovers import connections_go_on, end_rest, has_ended, let_go_on
 from limosa.operation.prepare import Prepared
 from limosa.operation.step import HOME, Verb
-from limosa.operation.steps.dumping import Dumping
+from limosa.operation.steps.dumping import ANSWERED, TRIES, Dumping
 from limosa.operation.work import Work
+from limosa.parking.names import is_asked
 from limosa.process.criu import network
 from limosa.process.criu.lent import lent
 from limosa.process.criu.program import Criu
@@ -73,7 +74,7 @@ class ContainerDumping(Dumping):
             notes=runtime.notes,
             container=runtime.word_of(self.box.contained),
         )
-        freeze(self.box.freezer)
+        self._freeze()
         self._refuse_stopped()
         if self._keeps_connections:
             network.shut(self.program, self.root.pid, f"limosa-{work.id}")
@@ -89,6 +90,16 @@ class ContainerDumping(Dumping):
         work.drop(_STILL)
         if not self.leave_running:
             self._let_go_of_device_memory()
+
+    def _freeze(self) -> None:
+        """Freezes it while nobody asks its shims: to CRIU a connection to them is one to a process outside."""
+        freeze(self.box.freezer)
+        for _ in range(TRIES - 1):
+            if not any(is_asked(member.pid) for member in self.members):
+                break
+            thaw(self.box.freezer)
+            self.work.cancel.wait(ANSWERED)
+            freeze(self.box.freezer)
 
     def _refuse_stopped(self) -> None:
         """The container is frozen: what has stopped since it was looked at would keep CRIU waiting for ever."""

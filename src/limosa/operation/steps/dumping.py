@@ -74,8 +74,10 @@ from limosa.terms import Route
 
 _REAP_SECONDS = 10.0
 _MAPPING_BYTES = 20  # that CRIU writes of a mapping, at least
-_TRIES = 4  # of a dump, where the job makes semaphores meanwhile, and where its shim is asked
-_ANSWERED = 0.1  # seconds until whoever asked has his answer, and has gone
+TRIES = 4
+"""Of a dump, where the job makes semaphores meanwhile, and where its shim is asked."""
+ANSWERED = 0.1
+"""Seconds until whoever asked has his answer, and has gone."""
 _NOTED = ("leave_running", "tcp_established", "tcp_close", "shell_job", "file_locks", "link_remap", "ext_unix_sk")
 
 
@@ -179,7 +181,7 @@ class Dumping(OnGpus):
                 self.tries += 1
             except _Asked:
                 self.asked += 1
-                self.work.cancel.wait(_ANSWERED)
+                self.work.cancel.wait(ANSWERED)
             self.draft.empty_criu()
         if not self.leave_running:  # it has ended, and the image is whole: there is no way back any more
             self.work.drop(HOME)
@@ -336,14 +338,14 @@ class Dumping(OnGpus):
         """Raises _OtherSemaphores or _Asked where the next try may succeed."""
         kind = error.fields.get("kind")
         semaphore = kind == "link-remap" and shm.FOLDER in str(error.fields.get("reason"))
-        if semaphore and self.tries < _TRIES:
+        if semaphore and self.tries < TRIES:
             raise _OtherSemaphores from error
         shims = kind == "external-unix" and any(under_shim(each.pid) for each in job_tree(self.root))
-        if shims and self.asked < _TRIES - 1:
+        if shims and self.asked < TRIES - 1:
             raise _Asked from error
 
     def _remaps(self) -> bool:
-        return self.dump_options.link_remap or self.tries == _TRIES
+        return self.dump_options.link_remap or self.tries == TRIES
 
     def _tell_written(self) -> None:
         """How much CRIU has written: it says nothing itself, its files do."""
