@@ -59,7 +59,7 @@ def test_what_is_missing_is_told_in_figures_that_differ(small: Any) -> None:
     job = small.job("--mib", FULL - 56)
     small.limosa("suspend", job.pid)
     refused = small.limosa("resume", job.pid, "--to", 1, rc=14)
-    assert "GPU 1 has 252 MiB free and 260 MiB are needed (64 MiB of it to spare)" in refused.stderr
+    assert "GPU 1 has 252 MiB free and 260 MiB are needed (64 MiB of it to stay free)" in refused.stderr
     small.limosa("resume", job.pid)
     job.goes_on(2)
     job.finish()

@@ -173,7 +173,7 @@ def test_each_process_of_a_job_gets_its_own_map() -> None:
     ("held", "inventory", "options", "says"),
     [
         ({A: GB, B: GB}, here(A, B), {"gpu_map": "0=0,1=0"}, "mapped to one"),
-        ({A: GB, B: GB}, here(A, B), {"gpu_map": "0=1"}, "is another one's now"),
+        ({A: GB, B: GB}, here(A, B), {"gpu_map": "0=1"}, "too, where another one's is to go"),
         ({A: GB, B: GB}, here(A, B, C), {"to": "2"}, "several GPUs"),
         (ON_A, here(C), {"to": "0"}, "fewer GPUs"),
         (ON_A, here(A), {}, "fewer GPUs"),

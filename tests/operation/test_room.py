@@ -62,14 +62,16 @@ def test_sizes_that_are_close_are_told_so_that_they_differ() -> None:
     assert short(machine(HELD - MIB), job()) == "GPU 0 has 999 MiB free and 1,000 MiB are needed"
     assert short(machine(HELD - 1), job()) == "GPU 0 has 999 MiB free and 1,000 MiB are needed"
     there = job(a="b", b="a")
-    text = "GPU 1 has 1,000 MiB free and 1,064 MiB are needed (64 MiB of it to spare)"
+    text = "GPU 1 has 1,000 MiB free and 1,064 MiB are needed (64 MiB of it to stay free)"
     assert short(machine(HELD), there) == text
-    assert short(machine(HELD // 2), there) == "GPU 1 has 500 MiB free and 1.04 GiB are needed (64 MiB of it to spare)"
+    assert (
+        short(machine(HELD // 2), there) == "GPU 1 has 500 MiB free and 1.04 GiB are needed (64 MiB of it to stay free)"
+    )
 
 
 def test_the_spare_is_once_a_gpu() -> None:
     pair = room.shortage(machine(HELD), [job(a="b", b="a")] * 2, "none")
-    assert pair == "GPU 1 has 1000 MiB free and 2.02 GiB are needed (64 MiB of it to spare)"
+    assert pair == "GPU 1 has 1000 MiB free and 2.02 GiB are needed (64 MiB of it to stay free)"
     assert not room.shortage(machine(2 * HELD + room.MARGIN), [job(a="b", b="a")] * 2, "none")
     assert room.needs([job()] * 3) == {A: 3 * HELD}, "what others see of it as claimed"
 

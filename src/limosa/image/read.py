@@ -174,7 +174,7 @@ def _exists(name: str, dir_fd: int) -> bool:
 def _explained(e: OSError, path: Path, what: str) -> Exception:
     """An OSError at opening a part as the error that users know."""
     if e.errno in (errno.EACCES, errno.EPERM):
-        return PermissionDenied(detail=f"image {path}: {what} may not be read")
+        return PermissionDenied(detail=f"image {path}: {what} may not be read", hint="use sudo, or be its owner")
     if e.errno == errno.ENOENT:
         return NoSuchImage(path=path) if what == "the folder" else DamagedImage(path=path, detail=f"{what} is missing")
     if e.errno == errno.ENOTDIR and what == "the folder":

@@ -17,6 +17,7 @@ from limosa.parking.patience import Patience
 from limosa.process import device_nodes, records, sees_inside
 from limosa.process.candidates import is_own
 from limosa.process.identity import Identity
+from limosa.process.namespaces import is_ours
 from limosa.process.observe import JobObservation
 from limosa.process.procfs import read_maps
 from limosa.process.slurp import slurp
@@ -96,14 +97,20 @@ def find_members(
 def _untold(pid: int, why: LimosaError | str) -> Reason:
     text = f"the driver does not report the state of process {pid}: {why}"
     code = 11 if isinstance(why, PermissionDenied) else 12
-    return Reason(id="cannot-be-asked", text=text, exit_code=code, hint="limosa doctor", pid=pid)
+    return Reason(id="cannot-be-asked", text=text, exit_code=code, hint=f"limosa doctor{_elsewhere(pid)}", pid=pid)
 
 
 def _denied(pid: int) -> Reason:
     text = f"process {pid} has /dev/nvidia-uvm mapped, as on a GPU, but the driver "
     text += "says that it holds no CUDA state: if that is wrong, its device memory would be lost"
     hint = "try again; for a child of a CUDA process that has ended: --force=state-denied"
+    hint += _elsewhere(pid)
     return Reason(id="state-denied", text=text, exit_code=12, hint=hint, pid=pid, forceable=True)
+
+
+def _elsewhere(pid: int) -> str:
+    """More of a hint where a process has mounts of its own, and so may have another driver; "" where it has ours."""
+    return "" if is_ours(pid, "mnt") else f"; if it is in a node of software GPUs: limosa softgpu --join {pid} --shell"
 
 
 def _is_forked(pid: int, parent: int) -> bool:

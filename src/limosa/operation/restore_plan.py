@@ -324,7 +324,7 @@ def _placed(
             if index is None:
                 text, hint = f"{uuid}, which is not in this machine", "say where it goes: --to or --map"
             else:
-                text, hint = f"GPU {index}, which is another one's now", "say where each goes: --map 0=1,1=0"
+                text, hint = f"GPU {index} too, where another one's is to go", "say where each goes: --map 0=1,1=0"
             raise InvalidMap(detail=f"the job held memory on {text}", hint=hint)
     for uuid in openable:
         if uuid not in full:

@@ -69,7 +69,7 @@ def shortage(
         if held + spare > available:
             free, needed = memory.two(max(0, available), held + spare)
             others = f" ({gib(spoken_for)} of it promised to other operations)" if spoken_for else ""
-            to_spare = f" ({gib(spare)} of it to spare)" if spare else ""
+            to_spare = f" ({gib(spare)} of it to stay free)" if spare else ""
             told.append(f"GPU {there.index} has {free} free{others} and {needed} are needed{to_spare}")
     return "; ".join(told)
 

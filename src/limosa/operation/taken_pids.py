@@ -62,7 +62,10 @@ def _own_job(number: int, process: TreeProcess) -> Reason | None:
         text = f"{who} is the image's own job{called}: it still runs, as it has since before this image was made"
         return _reason(number, text, "end it first, if it is to go on from this image")
     text = f"{who} is taken by the same program{called}, started since: the job seems to run again (restored already?)"
-    return _reason(number, text, "limosa ps shows it; end it first, if it is to go on from this image")
+    hint = (
+        "limosa ps shows it; limosa recover if a restore has died; else end it first, if it is to go on from this image"
+    )
+    return _reason(number, text, hint)
 
 
 def _lives(number: int, process: TreeProcess) -> bool:

@@ -273,7 +273,8 @@ def job_named(name: str) -> RunRecord:
     own = [r for r in found if _is_the_callers(r.root)]
     chosen = own or found
     if not chosen:
-        hint = "limosa ps lists the jobs; a container is named with its runtime, as podman:NAME"
+        hint = "limosa ps lists the jobs, limosa logs NAME finds the output of one that has ended; "
+        hint += "a container is named with its runtime, as podman:NAME"
         raise NoSuchProcess(f"no living job is called {name!r}", pid=0, hint=hint)
     if len(chosen) > 1:
         pids = ", ".join(str(r.root.pid) for r in chosen)
