@@ -28,6 +28,7 @@ _OLD_THREAD = b"limosa-shim\n"
 _PREFIX = "limosa/shim/"
 _MOST_THREADS = 1 << 15
 _MOST_NAMES = 8
+_MOST_SOCKETS = 100_000  # a container can make more
 _MOST_STAND_INS = 4096
 
 
@@ -60,7 +61,8 @@ def names_of(pid: int) -> list[Name]:
 def is_asked(pid: int) -> bool:
     """Return whether somebody has a connection to the shim of a process."""
     names = {f"@{name.address[1:]}" for name in names_of(pid)}
-    return bool(names) and any(s.state == "established" and s.local in names for s in proc_unix(pid))
+    there = itertools.islice(proc_unix(pid), _MOST_SOCKETS) if names else ()
+    return any(one.state == "established" and one.local in names for one in there)
 
 
 def _name(pid: int, path: str) -> Name | None:

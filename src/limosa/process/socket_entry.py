@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import socket
 import struct
 from collections.abc import Iterator
@@ -82,18 +84,21 @@ def proc_inet(pid: int, name: str, protocol: str) -> Iterator[Entry]:
 
 
 def proc_unix(pid: int) -> Iterator[Entry]:
-    """Yield the sockets in ``/proc/PID/net/unix``, which does not tell their peers."""
-    try:
-        with open(f"/proc/{pid}/net/unix", encoding="utf-8", errors="replace") as file:
-            lines = file.read().splitlines()[1:]
-    except OSError:
-        return
-    for line in lines:
-        fields = line.split(None, 7)
-        listening = bool(int(fields[3], 16) & 0x10000)
-        state = "listen" if listening else {3: "established"}.get(int(fields[5], 16), "close")
-        path = fields[7] if len(fields) > 7 else ""
-        yield Entry(int(fields[6]), "unix", TYPES.get(int(fields[4], 16), "stream"), "", state, path, peer_known=False)
+    """Yield the sockets in ``/proc/PID/net/unix``, which does not tell their peers.
+
+    A name may have line breaks in it: what follows one is passed over where it does not look like a socket.
+    """
+    name = f"/proc/{pid}/net/unix"
+    with contextlib.suppress(OSError), open(name, encoding="utf-8", errors="replace", newline="\n") as file:
+        for line in itertools.islice(file, 1, None):
+            fields = line.rstrip("\n").split(None, 7)
+            try:
+                flags, kind, state, inode = int(fields[3], 16), int(fields[4], 16), int(fields[5], 16), int(fields[6])
+            except (ValueError, IndexError):
+                continue
+            word = "listen" if flags & 0x10000 else {3: "established"}.get(state, "close")
+            path = fields[7] if len(fields) > 7 else ""
+            yield Entry(inode, "unix", TYPES.get(kind, "stream"), "", word, path, peer_known=False)
 
 
 def proc_plain(pid: int, name: str, column: int) -> Iterator[Entry]:
