@@ -170,6 +170,33 @@ class Runtime:
         clear_cgroups(self.parent)
         shutil.rmtree(self.sockets, ignore_errors=True)  # it may be closed twice
 
+    def _serve(self, *argv: object) -> subprocess.Popen[bytes]:
+        """Starts its daemon in the node, and waits until that answers its client."""
+        with open(self.place / "daemon.log", "w") as log:
+            daemon = subprocess.Popen(
+                [str(word) for word in argv],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self.environment(),
+                cwd="/",
+                preexec_fn=lambda: _join(self.node.pid),  # noqa: PLW1509 - it only makes system calls
+            )
+        self.node.add(daemon)
+        end = time.monotonic() + 30
+        while self("version", rc=None).rc != 0:
+            assert time.monotonic() < end, (self.place / "daemon.log").read_text()
+            assert daemon.poll() is None, (self.place / "daemon.log").read_text()
+            time.sleep(0.1)
+        return daemon
+
+    def __call__(self, *arguments: object, rc: int | None = 0, limit: float = 60) -> Answer:
+        """Runs its own program: ``runtime("ps", "--all")``."""
+        raise NotImplementedError
+
+    def _new_name(self) -> str:
+        return f"c{len(self.containers)}-{secrets.token_hex(3)}"
+
     def _started(self, id_: str, name: str, pid: int, log: Path) -> Container:
         container = Container(self, id_, name, pid, log)
         self.containers.append(container)
@@ -254,11 +281,9 @@ runc = ["{engines["runc"]}"]
 
         ``own_log``: its log goes to podman's own file, which nobody outside of the node sees.
         """
-        name = name or f"c{len(self.containers)}-{secrets.token_hex(3)}"
+        name = name or self._new_name()
         log = self.place / f"{name}.log"
-        words = [] if gpus is None else _gpu_options(gpus)
-        words += [word for device in cdi for word in ("--device", device)]
-        words += [word for one in env for word in ("--env", one)]
+        words = [*([] if gpus is None else _gpu_options(gpus)), *_devices_and_env(cdi, env)]
         place = ["--name", name, *self.in_cgroups(), *([] if own_log else ["--log-opt", f"path={log}"])]
         id_ = self("run", "--detach", *place, *words, *options, image, *command).stdout.split()[-1]
         asked = self("inspect", "--format", "{{.State.Pid}}", id_, rc=None)
@@ -358,7 +383,7 @@ class Runc(Runtime):
         **changes: Any,
     ) -> Container:
         """``runc run --detach`` of a new bundle; ``output`` is a descriptor, else it goes to a file outside."""
-        name = name or f"c{len(self.containers)}-{secrets.token_hex(3)}"
+        name = name or self._new_name()
         bundle = self.bundle(name, command or ("/job",), gpus, **changes)
         log = self.place / f"{name}.log"
         pid_file = bundle / "pid"
@@ -442,22 +467,7 @@ address = "{self.socket}.ttrpc"
 {config}
 """
         )
-        with open(place / "daemon.log", "w") as log:
-            self.daemon = subprocess.Popen(
-                [engines["containerd"], "--config", str(self.config)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=self.environment(),
-                cwd="/",
-                preexec_fn=lambda: _join(self.node.pid),  # noqa: PLW1509 - it only makes system calls
-            )
-        node.add(self.daemon)
-        end = time.monotonic() + 30
-        while self("version", rc=None).rc != 0:
-            assert time.monotonic() < end, (place / "daemon.log").read_text()
-            assert self.daemon.poll() is None, (place / "daemon.log").read_text()
-            time.sleep(0.1)
+        self.daemon = self._serve(engines["containerd"], "--config", self.config)
 
     def __call__(self, *arguments: object, rc: int | None = 0, limit: float = 60) -> Answer:
         """``containerd("containers", "list")``: its ctr."""
@@ -481,11 +491,9 @@ address = "{self.socket}.ttrpc"
         image: str = NAME,
     ) -> Container:
         """``ctr run --detach``; ``options`` are more of ctr's, ``cdi`` devices of specs in the node's /etc/cdi."""
-        name = name or f"c{len(self.containers)}-{secrets.token_hex(3)}"
+        name = name or self._new_name()
         log = self.place / f"{name}.log"
-        words = [] if gpus is None else _gpu_options_of_ctr(gpus)
-        words += [word for device in cdi for word in ("--device", device)]
-        words += [word for one in env for word in ("--env", one)]
+        words = [*([] if gpus is None else _gpu_options_of_ctr(gpus)), *_devices_and_env(cdi, env)]
         place = ["--cgroup", f"{self.parent}/{name}", "--log-uri", f"file://{log}"]
         place += ["--runc-binary", self.engines["runc"], "--cpu-shares", "0"]  # there may be no controller for that
         self("run", "--detach", *place, *words, *options, image, name, *(command or ("/job",)))
@@ -549,36 +557,13 @@ class Docker(Runtime):
             node.run(["mount", "--bind", place / own, folder])
         self.socket = self.sockets / "docker"
         (place / "daemon.json").write_text("{}")
-        self.log = place / "daemon.log"
-        off = (
-            "--bridge=none",
-            "--userland-proxy=false",
-            "--iptables=false",
-            "--ip6tables=false",
+        off = ("--bridge=none", "--userland-proxy=false", "--iptables=false", "--ip6tables=false")
+        self.daemon = self._serve(
+            engines["dockerd"],
+            *(f"--config-file={place}/daemon.json", f"--pidfile={place}/docker.pid", f"--host=unix://{self.socket}"),
+            *(f"--cgroup-parent={self.parent}", "--exec-opt=native.cgroupdriver=cgroupfs", *off),
             "--storage-driver=overlay2",
         )
-        self.daemon = self._daemon(f"--host=unix://{self.socket}", f"--cgroup-parent={self.parent}", *off)
-        end = time.monotonic() + 30
-        while self("version", rc=None).rc != 0:
-            assert time.monotonic() < end, self.log.read_text()
-            assert self.daemon.poll() is None, self.log.read_text()
-            time.sleep(0.1)
-
-    def _daemon(self, *options: str) -> subprocess.Popen[bytes]:
-        files = (f"--config-file={self.place}/daemon.json", f"--pidfile={self.place}/docker.pid")
-        options = (*files, "--exec-opt=native.cgroupdriver=cgroupfs", *options)
-        with open(self.log, "w") as log:
-            daemon = subprocess.Popen(
-                [self.engines["dockerd"], *options],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=self.environment(),
-                cwd="/",
-                preexec_fn=lambda: _join(self.node.pid),  # noqa: PLW1509 - it only makes system calls
-            )
-        self.node.add(daemon)
-        return daemon
 
     def __call__(self, *arguments: object, rc: int | None = 0, limit: float = 60) -> Answer:
         """``docker("ps", "--all")``."""
@@ -601,10 +586,8 @@ class Docker(Runtime):
         image: str = NAME,
     ) -> Container:
         """``docker run --detach``; ``options`` are more of docker's, ``gpus`` None for none of the node's."""
-        name = name or f"c{len(self.containers)}-{secrets.token_hex(3)}"
-        words = [] if gpus is None else _gpu_options(gpus)
-        words += [word for device in cdi for word in ("--device", device)]
-        words += [word for one in env for word in ("--env", one)]
+        name = name or self._new_name()
+        words = [*([] if gpus is None else _gpu_options(gpus)), *_devices_and_env(cdi, env)]
         place = ["--name", name, "--network", "none", "--cgroupns", "private"]
         self("run", "--detach", *place, *words, *options, image, *command)
         return self.known(name)
@@ -705,6 +688,11 @@ def _gpu_options_of_ctr(gpus: Sequence[int]) -> list[str]:
         options = "rbind:rw" if source == NODE_FOLDER else "rbind:ro"
         words += ["--mount", f"type=bind,src={source},dst={target},options={options}"]
     return words
+
+
+def _devices_and_env(cdi: Sequence[str], env: Sequence[str]) -> list[str]:
+    """What podman, docker and ctr take for CDI devices and variables."""
+    return [f"--device={device}" for device in cdi] + [f"--env={one}" for one in env]
 
 
 def _gpu_options(gpus: Sequence[int]) -> list[str]:

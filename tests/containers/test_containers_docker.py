@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from containers.engines import Engines
-from containers.runtimes import Container, Docker, cgroup_layouts, own_folders
+from containers.runtimes import Docker, cgroup_layouts, own_folders
+from containers.test_containers_to_disk import nodes, until
 from soft_node import Node
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(240)]
@@ -43,19 +43,6 @@ def the_job(docker: Docker) -> dict[str, Any]:
 
 def gpus(docker: Docker) -> list[int]:
     return [one["index"] for one in the_job(docker)["gpus"]]
-
-
-def nodes(one: Container) -> set[str]:
-    """The GPUs' nodes, as a program sees them that ``docker exec`` starts now."""
-    return {name for name in one.run("ls", "/dev").stdout.split() if name.startswith("nvidia") and name[6:].isdigit()}
-
-
-def within(seconds: float, done: Callable[[], bool]) -> None:
-    """Waits until it is so."""
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("cgroups", cgroup_layouts(), indirect=True)
@@ -120,10 +107,10 @@ def test_a_killed_move_is_recovered_and_an_ended_container_leaves_nothing(docker
     one.goes_on()
     rule = docker.node.switches.add("function=cuCheckpointProcessRestore delay=0.5")
     moving = docker.node.popen([sys.executable, "-m", "limosa", "move", "docker:train", "--to", "1"])
-    within(20, lambda: docker.node.switches.count(rule) > 0)
+    until(lambda: docker.node.switches.count(rule) > 0, 20)
     moving.kill()
     moving.wait(10)
-    within(30, lambda: docker.node.limosa("recover", rc=None).rc == 0 and the_job(docker)["state"] == "running")
+    until(lambda: docker.node.limosa("recover", rc=None).rc == 0 and the_job(docker)["state"] == "running")
     one.goes_on()
     assert nodes(one) == {f"nvidia{gpu}" for gpu in gpus(docker)}
     docker("rm", "--force", "train")

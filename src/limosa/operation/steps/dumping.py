@@ -114,7 +114,7 @@ class Dumping(OnGpus):
         assert job.observation is not None
         self.dump_options = dump_options(options, job.observation)
         self.lost = shm.Lost()
-        self.tries, self.asked = 1, 0
+        self.tries = self.asked = 1
 
     @property
     def asleep(self) -> list[Member]:
@@ -341,7 +341,7 @@ class Dumping(OnGpus):
         if semaphore and self.tries < TRIES:
             raise _OtherSemaphores from error
         shims = kind == "external-unix" and any(under_shim(each.pid) for each in job_tree(self.root))
-        if shims and self.asked < TRIES - 1:
+        if shims and self.asked < TRIES:
             raise _Asked from error
 
     def _remaps(self) -> bool:
