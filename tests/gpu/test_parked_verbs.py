@@ -186,7 +186,7 @@ def test_shared_tensors_copied_to_disk_and_brought_back(prover: Prover, images: 
 def test_nccl_inside_one_process_goes_to_disk_and_comes_back(prover: Prover, images: Path) -> None:
     """NCCL's bootstrap leaves closed connections on ports that it goes on listening on: nobody has these."""
     argv = [sys.executable, str(VICTIMS / "proof_torch.py"), "FOLDER", "--kind", "parallel"]
-    job = prover.start(argv)
+    job = prover.start(argv, alone=True)  # beside other ranks its restore is refused
     for name in ("first", "second"):
         operation.checkpoint(job.pid, images / name)
         back = lambda name=name: operation.restore(images / name)  # noqa: E731
