@@ -66,6 +66,8 @@ def test_one_rank_alone_goes_elsewhere(soft: Callable[..., Any]) -> None:
         ["--nonblocking", "--watchdog"],
         ["--p2p", "--groups", "--threads", "--skew", "5", "--barrier-every", "7", "--nonblocking", "--watchdog"],
         ["--capture"],
+        ["--made-by", "ncclCommInitRank", "--watchdog"],
+        ["--made-by", "ncclCommInitRankScalable"],
     ],
     ids="".join,
 )
@@ -77,6 +79,15 @@ def test_whatever_the_ranks_do(two: Any, options: list[str]) -> None:
     two.says(0, "", "suspend", job.pid)
     two.says(0, "", "resume", job.pid)
     job.goes_on()
+    job.finish()
+
+
+def test_communicators_that_are_made_after_others_have_ended_have_handles_of_their_own(two: Any) -> None:
+    """In each step one ends and one is made; a move puts new real ones where others were."""
+    job = Ranks(two, "--anew")
+    for _ in range(3):
+        two.says(0, "", "move", job.pid, *SWAP)
+        job.goes_on(40)
     job.finish()
 
 

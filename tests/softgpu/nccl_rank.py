@@ -98,16 +98,15 @@ class Rank:
         """A communicator of all ranks, by a unique id that rank 0 gives the others."""
         if self.rank == 0:
             self.store.set(key, nccl.unique_id().hex())
-        unique = bytes.fromhex(self.store.get(key))
-        comm = ctypes.c_void_p()
-        code = nccl.raw(
-            "ncclCommInitRankConfig",
-            ctypes.byref(comm),
-            self.n,
-            nccl.UniqueId.of(unique),
-            self.rank,
-            ctypes.byref(self.config()),
-        )
+        unique = nccl.UniqueId.of(bytes.fromhex(self.store.get(key)))
+        comm, made = ctypes.c_void_p(), self.options.made_by
+        at, config = ctypes.byref(comm), ctypes.byref(self.config())
+        if made == "ncclCommInitRank":
+            code = nccl.raw(made, at, self.n, unique, self.rank)
+        elif made == "ncclCommInitRankScalable":
+            code = nccl.raw(made, at, self.n, self.rank, 1, ctypes.byref(unique), config)
+        else:
+            code = nccl.raw(made, at, self.n, unique, self.rank, config)
         return self.ready(int(comm.value or 0), code)
 
     def config(self) -> nccl.Config:
@@ -146,6 +145,7 @@ class Work:
         self.count: int = options.elements
         self.world = rank.world(name)
         self.parity = rank.split(self.world)
+        self.dead = {self.world, self.parity}  # or in use: no handle for another one
         self.stream = nccl.stream()
         self.captured = nccl.stream() if options.capture else 0
         self.bytes = 4 * self.count
@@ -204,6 +204,12 @@ class Work:
             time.sleep(random.Random(f"{self.seed} {self.rank.rank} {step}").random() * options.skew / 1000)
         if options.capture:
             self.capture()
+        if options.anew:
+            self.rank.destroy(self.parity)
+            self.parity = self.rank.split(self.world)
+            if self.parity in self.dead and "limosa" in os.environ.get("LD_PRELOAD", ""):  # libnccl itself does that
+                raise Ended(f"the handle {self.parity:#x} is that of a communicator that has ended")
+            self.dead.add(self.parity)
         self.sum_up()
         nccl.synchronize(self.stream)
         numbers = 5 * self.read(self.own) + 2 * self.read(self.sums) + np.uint32(step)
@@ -246,8 +252,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--elements", type=int, default=1 << 19)
     parser.add_argument("--barrier-every", type=int, default=0)
     parser.add_argument("--skew", type=float, default=0)
+    parser.add_argument("--made-by", default="ncclCommInitRankConfig")
     parser.add_argument("--late", type=float, default=0, help="seconds after which all but rank 0 begin")
-    for name in ("p2p", "groups", "threads", "nonblocking", "capture", "operators", "watchdog"):
+    for name in ("p2p", "groups", "threads", "nonblocking", "capture", "operators", "watchdog", "anew"):
         parser.add_argument(f"--{name}", action="store_true")
     return parser.parse_args()
 

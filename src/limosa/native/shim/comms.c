@@ -165,12 +165,29 @@ struct comm *comms_new(struct comm_id id, int ranks, int rank, const struct nccl
     return comm;
 }
 
-/* A handle that the application has had before, of a communicator that is no more, is not given out again. */
+/* A handle that the application has had before, of a communicator that is no more, is not given out again. The record's own
+ * address may be one: libnccl has had that place before. What is drawn is kept, in vain too: so nothing is drawn twice. */
+static void **drawn;
+
+static void *new_handle(struct comm *comm, void *real)
+{
+    void *handle = comms_find(real) ? comm : real;
+
+    while (comms_find(handle)) {
+        void **more = malloc(sizeof *more);
+        if (!more)
+            break;
+        *more = drawn;
+        handle = drawn = more;
+    }
+    return handle;
+}
+
 void *comms_made(struct comm *comm, void *real)
 {
     comms_lock();
     atomic_store(&comm->real, real);
-    comm->handle = comms_find(real) ? comm : real;
+    comm->handle = new_handle(comm, real);
     bool well = remember(comm);
     changes++;
     comms_unlock();
