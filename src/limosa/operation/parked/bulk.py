@@ -2,7 +2,7 @@
 
 The driver saves what the shim does not manage, and takes one large piece of host memory for it, which one thread clears
 page by page. The shim has it ready before the pause, and releases what is not used when the gate opens, or when the
-client that asked for it is gone. (The other thing that it does is ``gates.lower_stack``.)
+client that asked for it is gone. (The other thing that it does is ``gates.lower_stacks``.)
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from limosa.ipc.packet import close_all
 from limosa.operation import driver_steps
 from limosa.operation.background import Background
 from limosa.operation.journal import Member, Noted, Phase
-from limosa.operation.parked.calls import each
+from limosa.operation.parked.calls import each, together
 from limosa.operation.parked.gates import Gates, open_whole
 from limosa.operation.parked.holders import Held, key_of
 from limosa.operation.parked.pieces import put_back
@@ -188,9 +188,13 @@ class Beside(Carrier, Generic[P]):
 
     @staticmethod
     def _take_away(parts: Sequence[P]) -> None:
-        for part in parts:
+        """Of all processes at once: the job stands still for the longest alone, not for all one after the other."""
+
+        def one(part: P) -> None:
             if part.shim.unmap() is not Stand.AWAY and part.source:
                 raise FailedUndone(f"process {part.member.pid} did not let go of its memory")
+
+        together([partial(one, part) for part in parts])
 
     def _home(self, part: P) -> bool:
         """Gives a process its own memory back and opens its gate; the driver has brought it home before.

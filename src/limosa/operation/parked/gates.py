@@ -41,13 +41,17 @@ def close(shims: Sequence[Shim], clock: Clock) -> None:
     together([partial(shim.close_gate, clock.at_most(GATE_SECONDS)) for shim in shims])
 
 
-def lower_stack(shim: Shim) -> None:
-    """Lower the stack limits of a process whose gate is closed, where nobody has set them: less for the driver to save.
+def lower_stacks(shims: Sequence[Shim]) -> None:
+    """Lower the stack limits of processes whose gate is closed, where nobody has set them: less for the driver to save.
 
     They are put back by :meth:`Shim.stack`, or by the gate when it opens. That it cannot be done costs time, no more.
     """
-    with contextlib.suppress(LimosaError):
-        shim.stack(STACK_BYTES)
+
+    def one(shim: Shim) -> None:
+        with contextlib.suppress(LimosaError):
+            shim.stack(STACK_BYTES)
+
+    together([partial(one, shim) for shim in shims])
 
 
 class Gates:

@@ -152,8 +152,7 @@ class Moving(Beside[_Part]):
         self._begin_to_park(self._parts)
         with self._work.spent("gate"):
             gates.close([part.shim for part in self._parts], self._work)
-            for part in self._parts:
-                gates.lower_stack(part.shim)
+            gates.lower_stacks([part.shim for part in self._parts])
         shares.refuse_outside(self.shims)
         now_of = [(part, {m.id: m for m in part.pieces()}) for part in self._parts]
         for part, now in now_of:  # of all, before one of them is given what another shares since
@@ -190,16 +189,20 @@ class Moving(Beside[_Part]):
         for part in self._parts:
             self._work.note(Noted.MAP, Phase.BEGIN, part.member.pid)
             part.mapped = True
-            part.shim.stack(0)  # where it cannot be put back there is still a way back; else its gate would see to it
+        # Where a stack cannot be put back there is still a way back; else its gate would see to it.
+        together([partial(part.shim.stack, 0) for part in self._parts])
         self._make_there()
-        for part in self._parts:
-            stand = part.shim.hello().stand
-            if part.target:
-                stand = part.shim.map(list(part.target), list(part.target.values()))
-            if ids := [m.id for later in part.later for m in later.pieces if m.id in part.source]:
-                stand = part.shim.map(ids)
-            if stand is not Stand.CLOSED:
-                raise FailedUndone(f"process {part.member.pid} could not be given its memory back")
+        together([partial(self._give_back, part) for part in self._parts])
+
+    @staticmethod
+    def _give_back(part: _Part) -> None:
+        stand = part.shim.hello().stand
+        if part.target:
+            stand = part.shim.map(list(part.target), list(part.target.values()))
+        if ids := [m.id for later in part.later for m in later.pieces if m.id in part.source]:
+            stand = part.shim.map(ids)
+        if stand is not Stand.CLOSED:
+            raise FailedUndone(f"process {part.member.pid} could not be given its memory back")
 
     def _make_there(self) -> None:
         """Has processes make what they cannot import, and fills that: with what came ahead, or from where it was."""

@@ -10,6 +10,7 @@ from limosa.errors import FailedUndone, LimosaError
 from limosa.operation.journal import Member, Noted, Phase, added_up
 from limosa.operation.parked import ahead, shares
 from limosa.operation.parked.aside import Copy, Placed, arena_of, copy_all, parts_of
+from limosa.operation.parked.calls import together
 from limosa.operation.parked.carrier import Beside, Process
 from limosa.operation.parked.holders import Held, aside_key
 from limosa.operation.parked.pieces import copy_limit
@@ -101,13 +102,20 @@ class Resuming(Beside[_Coming]):
         for part in self._parts:
             self._work.note(Noted.MAP, Phase.BEGIN, part.member.pid)
             part.mapped = True
+        stands: dict[int, Stand] = {}
+
+        def one(part: _Coming) -> None:
             part.shim.stack(0)
-            stand = Stand.CLOSED if not part.layout else Stand.AWAY
+            stand = Stand.AWAY if part.layout else Stand.CLOSED
             if part.target:
                 stand = part.shim.map(list(part.target), list(part.target.values()))
+            stands[part.member.pid] = stand
+
+        together([partial(one, part) for part in self._parts])
+        for part in self._parts:
             if part.on(seen=False):
-                stand = self._made_by_itself(part)
-            if stand is not Stand.CLOSED:
+                stands[part.member.pid] = self._made_by_itself(part)
+            if stands[part.member.pid] is not Stand.CLOSED:
                 raise FailedUndone(f"process {part.member.pid} could not be given its memory back")
 
     def _made_by_itself(self, part: _Coming) -> Stand:

@@ -254,8 +254,7 @@ class Saving(Beside[_Part]):
         with self._work.timed("gate", "holding still"):
             self._begin_to_park(running)
             gates.close([part.shim for part in running], self._work)
-            for part in running:
-                gates.lower_stack(part.shim)
+            gates.lower_stacks([part.shim for part in running])
             shares.refuse_outside(self.shims)
             self._follow()
             self._take_away(running)

@@ -92,8 +92,8 @@ class Suspending(Beside[_Going]):
         with self._work.spent("gate"):
             gates.close([part.shim for part in self._parts], self._work)
         shares.refuse_outside(self.shims)
-        for part in [] if self._alone else self._parts:
-            gates.lower_stack(part.shim)
+        if not self._alone:
+            gates.lower_stacks([part.shim for part in self._parts])
         for part in self._parts:
             now = part.pieces()
             if [m.id for m in now] != [p.id for p in part.layout]:
