@@ -76,7 +76,7 @@ class Told:
         wall = time.monotonic() - since
         found = outcome.result
         assert found is not None
-        assert found.way == "parked", found
+        assert found.way == "parked", " | ".join(one.text for one in found.warnings)
         assert found.bytes > 0
         assert len(found.map) == 1, f"the map is of the one GPU that it can open: {found.map}"
         box.goes_on()
