@@ -91,6 +91,29 @@ def test_communicators_that_are_made_after_others_have_ended_have_handles_of_the
     job.finish()
 
 
+@pytest.mark.parametrize("why", ["nccl-function", "nccl-memory"])
+def test_what_cannot_be_made_again_is_refused_before_anything_is_touched(two: Any, why: str) -> None:
+    job = Ranks(two, "--window" if why == "nccl-function" else "--memory")
+    for verb in (["move", *SWAP], ["suspend"], ["checkpoint", "--output", two.place / "image"]):
+        two.says(13, why, verb[0], job.pid, *verb[1:])
+    assert job.open() == [True, True]
+    job.goes_on()
+    job.finish()
+
+
+def test_toggled_and_its_memory_alone_put_aside(two: Any) -> None:
+    job = Ranks(two, "--elements", 1 << 19, "--register")
+    for _ in range(2):
+        two.says(0, "", "toggle", job.pid)
+        assert job.gpus() == [[], []]
+        two.says(0, "", "toggle", job.pid)
+        job.goes_on(2)
+    two.says(0, "", "suspend", "--release=memory-only", job.pid)
+    two.says(0, "", "resume", job.pid)
+    job.goes_on(2)
+    job.finish()
+
+
 def test_a_captured_call_is_never_counted(two: Any) -> None:
     """Not in a rank that is at rest either, while the other one is not: they would not come to one point any more."""
     job = Ranks(two, "--capture", "--pause", 400)

@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
-from limosa.errors import CannotBeMoved
+from limosa.errors import CannotBeMoved, TimedOutUndone
 from limosa.operation.communicators import closing
 from limosa.operation.communicators.meeting import Said, counts, whole
 from limosa.operation.journal import Member
@@ -151,6 +152,15 @@ def test_what_is_compared_is_bounded(me: Identity) -> None:
     with pytest.raises(CannotBeMoved, match="too much"):
         closing.meet([rank(says), rank(Says(me, [of(1)]))], Clock("move", timeout=30))
     assert time.monotonic() - begun < 3
+
+
+def test_who_waits_for_whom_is_told(me: Identity, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(closing, "MEETING_SECONDS", 0.1)
+    ahead, behind = Says(me, [of(0)]), Says(me, [msgspec.structs.replace(of(1), collectives=4)])
+    with pytest.raises(TimedOutUndone) as caught:
+        closing.meet([rank(ahead), rank(behind)], Clock("move", timeout=30))
+    collective = f"process {me.pid} has not come to a collective of the communicator of 2 ranks"
+    assert caught.value.hint == f"{collective}, for which process {me.pid} waits"
 
 
 def test_pairs_with_a_rank_that_there_is_not_are_none() -> None:

@@ -150,9 +150,21 @@ class Work:
         self.captured = nccl.stream() if options.capture else 0
         self.bytes = 4 * self.count
         self.own, self.sums, self.parity_sums, self.ring = (nccl.memory(self.bytes) for _ in range(4))
+        self.hold(options)
         numbers = np.random.default_rng(seed + rank.rank).integers(0, 1 << 32, self.count, dtype=np.uint32)
         nccl.put(self.own, numbers.tobytes())
         self.operators = [self.operator(self.world, factor) for factor in (2, 3)] if options.operators else []
+
+    def hold(self, options: argparse.Namespace) -> None:
+        """What hangs on a communicator, or on no one."""
+        handle = ctypes.c_void_p()
+        if options.register:
+            nccl.nccl("ncclCommRegister", self.world, self.own, self.bytes, ctypes.byref(handle))
+            nccl.nccl("ncclCommRegister", self.world, self.sums, self.bytes, ctypes.byref(handle))
+        if options.window:
+            nccl.nccl("ncclCommWindowRegister", self.world, self.own, self.bytes, ctypes.byref(handle), 1)
+        if options.memory:
+            nccl.nccl("ncclMemAlloc", ctypes.byref(handle), 3 << 20)
 
     def all_reduce(self, to: int, comm: int, begin: int = 0, end: int | None = None) -> None:
         end = self.count if end is None else end
@@ -254,7 +266,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--skew", type=float, default=0)
     parser.add_argument("--made-by", default="ncclCommInitRankConfig")
     parser.add_argument("--late", type=float, default=0, help="seconds after which all but rank 0 begin")
-    for name in ("p2p", "groups", "threads", "nonblocking", "capture", "operators", "watchdog", "anew"):
+    ways = "p2p groups threads nonblocking capture operators watchdog anew register window memory"
+    for name in ways.split():
         parser.add_argument(f"--{name}", action="store_true")
     return parser.parse_args()
 

@@ -237,10 +237,13 @@ def _meet(ranks: Sequence[Rank], clock: Clock, seconds: float) -> None:
 
 def _no_meeting(ranks: Sequence[Rank], meeting: Meeting, saids: Sequence[Said], seconds: float) -> LimosaError:
     told = []
-    for i, what in meeting.waits(saids)[:4]:
+    for i, what, ahead in meeting.waits(saids)[:4]:
         kind = "a collective" if what.source < 0 else f"what goes from rank {what.source} to rank {what.target}"
         size = next((c.ranks for said in saids for c in said.comms if c.id == what.id), 0)
-        told.append(f"process {ranks[i].member.pid} has not come to {kind} of the communicator of {size} ranks")
+        text = f"process {ranks[i].member.pid} has not come to {kind} of the communicator of {size} ranks"
+        if ahead:
+            text += f", for which process {', '.join(str(ranks[j].member.pid) for j in ahead[:4])} waits"
+        told.append(text)
     told += [f"process {rank.member.pid} is in a call of NCCL's" for rank in ranks if rank.said.look.inside]
     error = TimedOutUndone(what="bringing the ranks to the same point", seconds=seconds)
     error.hint = "; ".join(told) or "try again"

@@ -115,9 +115,14 @@ class Meeting:
         self._told = self._told or [{} for _ in saids]
         return [list(self._new(said, told)) for said, told in zip(saids, self._told, strict=True)]
 
-    def waits(self, saids: Sequence[Said]) -> list[tuple[int, What]]:
-        """Who is behind, and in what: the number of the process, for words."""
-        return [(i, what) for i, behind in enumerate(map(list, self._each_behind(saids))) for what in behind]
+    def waits(self, saids: Sequence[Said]) -> list[tuple[int, What, list[int]]]:
+        """Who is behind, in what, and who has come there and waits: the numbers of the processes, for words."""
+        have = [counts(said) for said in saids]
+        return [
+            (i, what, [j for j, mine in enumerate(have) if j != i and mine.get(what, 0) >= self.targets[what]])
+            for i, behind in enumerate(map(list, self._each_behind(saids)))
+            for what in behind
+        ]
 
     def _reach(self, what: What, count: int) -> None:
         if self.targets.get(what, 0) < count:
