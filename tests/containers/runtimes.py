@@ -17,7 +17,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -644,8 +644,15 @@ SystemdCgroup = false
         asked = grpc.call(str(self.socket), f"runtime.v1.RuntimeService/{method}", message(*fields), {})
         return Message(next(asked, b""))
 
-    def start_pod(self, name: str, *command: str, gpus: Sequence[int] = (0,), image: str = NAME) -> tuple[str, int]:
-        """Starts a pod of one container; returns the container's id and pid."""
+    def start_pod(
+        self,
+        name: str,
+        *command: str,
+        gpus: Sequence[int] = (0,),
+        image: str = NAME,
+        annotations: Mapping[str, str] | None = None,
+    ) -> tuple[str, int]:
+        """Starts a pod of one container, which has the annotations; returns that one's id and pid."""
         mode = message((1, _OF_NODE), (2, _OF_CONTAINER))
         about = message((1, name), (2, f"uid-{name}"), (3, "shop"))
         labels = {"io.kubernetes.pod.name": name, "io.kubernetes.pod.namespace": "shop"}
@@ -660,7 +667,7 @@ SystemdCgroup = false
             *((1, message((1, "server"))), (2, message((1, image)))),
             *((3, [word.encode() for word in command]), (7, mounts)),
             (8, [message((1, path), (2, path), (3, "rw")) for path in paths]),
-            *((9, {**labels, "io.kubernetes.container.name": "server"}), (11, f"{name}.log")),
+            *((9, {**labels, "io.kubernetes.container.name": "server"}), (10, annotations or {}), (11, f"{name}.log")),
             (15, message((2, message((3, mode))))),
         )
         id_ = self.cri("CreateContainer", (1, sandbox), (2, container), (3, pod)).text(1)

@@ -820,6 +820,37 @@ def test_a_pods_container_goes_to_disk_and_runs_on(
         desk.limosa("rm", desk.image())
 
 
+def test_a_pods_container_is_seen_moved_only_if_forced_and_has_the_shim_by_its_annotation(
+    node: Node, engines: Engines, image: Path, rootfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real one: what its kubelet would ask of containerd's CRI."""
+    monkeypatch.setenv("LIMOSA_VAULT_IDLE", "2")
+    own_folders(node, "/etc", "/usr/local/lib")
+    node.limosa("cdi")
+    with contextlib.closing(Pods(node, engines, tmp_path / "pods")) as pods:
+        desk = Desk(pods, tmp_path)
+        pods.load(image, "k8s.io")
+        pods.load(make_image(tmp_path / "pause.tar", rootfs, Pods.PAUSE, command=("/job", "wait")), "k8s.io")
+        asks = {"cdi.k8s.io/limosa": SHIM}
+        id_, pid = pods.start_pod(desk.name("web"), "/bin/sh", "-c", "exec /job 64 5 > /out", annotations=asks)
+        one = Container(pods, id_, "server", pid, Path(f"/proc/{pid}/root/out"))
+        one.goes_on()
+        (job,) = [job for job in desk.says(0, "ps")["jobs"] if job["pid"] == pid]
+        where = {"runtime": "containerd", "id": id_, "name": "server", "pod": desk.name("web"), "namespace": "shop"}
+        assert (job["container"], job["way"]) == (where, "parked")
+        shown = f"in container containerd:server ({id_[:12]}), pod shop/{desk.name('web')}\n"
+        assert shown in desk.limosa("ps", "-v").stdout
+
+        record = pods("--namespace", "k8s.io", "containers", "info", id_).json
+        called = f"containerd:shop/{desk.name('web')}/server"
+        assert desk.says(13, "move", called, "--to", 1)["error"]["id"] == "pod-devices"
+        moved = desk.says(0, "move", called, "--to", 1, "--force", "pod-devices")
+        assert (moved["way"], [w["id"] for w in moved["warnings"]]) == ("parked", ["pod-devices", "container-record"])
+        assert gpus_of(desk, one) == [1]
+        one.goes_on()
+        assert pods("--namespace", "k8s.io", "containers", "info", id_).json == record
+
+
 def test_names_are_checked(desk_of: Callable[[str], Desk]) -> None:
     desk = desk_of("podman")
     one = desk.runtime.start("/bin/sleep", 1000, gpus=None, name=desk.name())

@@ -36,7 +36,7 @@ from limosa.containers.runtime import (
     check_name,
     criu_said_in,
 )
-from limosa.containers.state import OF_CONTAINERD, State, states
+from limosa.containers.state import State, namespace_of, states
 from limosa.errors import CannotBeMoved, FailedUndone, LimosaError
 from limosa.image import ContainerRecord
 from limosa.process.criu.lent import kept_places, was_lent
@@ -120,7 +120,7 @@ class Containerd(Runtime):
         with _in_words("containerd"):
             named = _Word.of(word)
             state = self._noted(word)
-            namespace = named.namespace if named is not None else _namespace_of(state)
+            namespace = named.namespace if named is not None else namespace_of(state)
             if not namespace:
                 return None
             api = self._api(namespace)
@@ -155,7 +155,7 @@ class Containerd(Runtime):
         """What runc has noted of a container that the shim has had it make."""
         named = _Word.of(word)
         for state in states(self.notes):
-            namespace = _namespace_of(state)
+            namespace = namespace_of(state)
             wanted = _Word(namespace, word) if named is None else named
             if namespace and (state.id, namespace) == (wanted.id, wanted.namespace):
                 return state
@@ -284,7 +284,7 @@ class Containerd(Runtime):
 
     def remove(self, id_: str, on_start: Callable[[Identity], None] = calls.nobody) -> None:
         named = _Word.of(id_)
-        namespace = named.namespace if named is not None else _namespace_of(self._noted(id_))
+        namespace = named.namespace if named is not None else namespace_of(self._noted(id_))
         with _in_words(f"ending {id_}"):
             api = self._api(namespace) if namespace else None
             record = api.container(named.id if named is not None else id_) if api is not None else None
@@ -344,7 +344,7 @@ def _see_off_shim(namespace: str, id_: str, operation: str) -> None:
         shims = list(_shims(namespace, id_))
         for pid in shims if operation else []:
             _end_shim(pid, operation)
-        if shims or any(s.id == id_ and _namespace_of(s) == namespace for s in states()):
+        if shims or any(s.id == id_ and namespace_of(s) == namespace for s in states()):
             seen = now
         elif now - seen >= quiet:
             return
@@ -375,12 +375,6 @@ def _namespaces(record: Record) -> dict[str, str]:
     with contextlib.suppress(msgspec.DecodeError):
         return msgspec.json.decode(record.spec, type=ready(Spec)).namespaces()
     return {}
-
-
-def _namespace_of(state: State | None) -> str:
-    """The namespace of containerd's whose containers are noted there; "" where it is not containerd's."""
-    above, _, name = (state.folder if state is not None else "").rpartition("/")
-    return name if above == OF_CONTAINERD else ""
 
 
 def _why_it_stays(record: Record, pod: str) -> str:
@@ -494,7 +488,7 @@ def _shim(api: Api, id_: str, criu_folder: str) -> str:
     It stays as long as the container: containerd cleans up by it after a shim that has died. The folder of the lent
     CRIU is gone by then, and nobody but root can make another of that name.
     """
-    program, names = _shim_program(api.path), {f"{_namespace_of(s)}.{s.id}" for s in states()}
+    program, names = _shim_program(api.path), {f"{namespace_of(s)}.{s.id}" for s in states()}
     places = kept_places("shims")
     for place in places:
         for old in place.iterdir():

@@ -85,10 +85,11 @@ class Api:
         path: of its socket.
         namespace: of containers.
         lease: what is made is kept for that long; "" for none.
+        seconds: how long it may say nothing, where a call does not say that.
     """
 
-    def __init__(self, path: str, namespace: str, lease: str = ""):
-        self.path, self.namespace, self.lease = path, checked(namespace), lease
+    def __init__(self, path: str, namespace: str, lease: str = "", seconds: float = 60.0):
+        self.path, self.namespace, self.lease, self.seconds = path, checked(namespace), lease, seconds
 
     def stream(self, method: str, request: bytes | Iterable[bytes], **options: Any) -> Iterator[Message]:
         """Yield what a method answers; raises as :func:`limosa.containers.grpc.call`."""
@@ -96,6 +97,7 @@ class Api:
         if self.lease:
             metadata["containerd-lease"] = self.lease
         try:
+            options = {"seconds": self.seconds, **options}
             for answer in grpc.call(self.path, f"{_SERVICES}.{method}", request, metadata, **options):
                 yield Message(answer)
         except Malformed as error:
@@ -149,6 +151,11 @@ class Api:
             (7, record.snapshot),
         )
         self.ask("containers.v1.Containers/Create", (1, made))
+
+    def specify(self, record: Record, spec: bytes) -> None:
+        """Change the specification in a container's record, and nothing else: it is for its next task."""
+        changed = message((1, record.id), (5, message((1, record.spec_type), (2, spec))))
+        self.ask("containers.v1.Containers/Update", (1, changed), (2, message((1, "spec"))))
 
     def forget(self, id_: str) -> None:
         """Take a container's record away, if it is there."""

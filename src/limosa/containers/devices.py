@@ -128,6 +128,11 @@ def leave(identity: Identity, minors: Collection[int], known: Collection[int], *
 # --- nodes ----------------------------------------------------------------------------------------------------
 
 
+def node_and_number(minor: int) -> tuple[str, int]:
+    """Return the path of a GPU's node on this machine, and its device number. OSError: there is none."""
+    return f"/dev/{_name(minor)}", _node_here(minor).st_rdev
+
+
 def _name(minor: int) -> str:
     return f"nvidia{minor}"
 

@@ -89,6 +89,12 @@ def states(besides: Sequence[str] = ()) -> Iterator[State]:
                     yield found
 
 
+def namespace_of(state: State | None) -> str:
+    """Return the namespace of containerd's whose containers are noted there; "" where it is not containerd's."""
+    above, _, name = (state.folder if state is not None else "").rpartition("/")
+    return name if above == OF_CONTAINERD else ""
+
+
 def noted_in() -> list[str]:
     """Return the folders of notes that the caller's setting names."""
     return [folder for folder in os.environ.get(_SETTING, "").split(":") if os.path.isabs(folder)]

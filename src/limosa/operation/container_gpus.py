@@ -3,23 +3,31 @@
 The driver looks anew at each restore what a process can open. So the nodes are exchanged while the job is
 checkpointed: the new GPU's are added right before the restore, and the old one's go once the driver has brought the job
 back there. Each restore, also one that undoes, says anew which GPUs are to be seen; so nothing of it is journalled.
+
+A runtime that can be told (containerd) is told once the operation has succeeded: what it notes is for the container's
+next start.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TypeAlias
 
 from limosa import gpu
-from limosa.containers import Container, Containers, devices
-from limosa.errors import Reason
+from limosa.containers import Container, Containers, containerd_record, devices
+from limosa.errors import LimosaError, Reason
 from limosa.operation.journal import Member
 from limosa.process.candidates import candidates, is_own, may_use_cuda
 from limosa.process.identity import Identity
 from limosa.process.namespaces import is_ours, namespace_of
 
 _one_at_a_time = threading.Lock()  # members share their container's /dev
+_RECORD = "container-record"
+_Ask: TypeAlias = Callable[[Container, Collection[int], Collection[int]], str]
+_Asked: TypeAlias = tuple[Member, Container | None, str | None]
+"""A member, its container, and why its runtime is not told; "" for one that nobody can tell; None: it is told."""
 
 
 def is_boxed(pid: int, openable: Sequence[gpu.Gpu], inventory: gpu.Inventory) -> bool:
@@ -71,8 +79,9 @@ def reasons(members: Sequence[Member], tree: Sequence[Identity], inventory: gpu.
     found: list[Reason] = []
     containers: Containers | None = None
     told: set[str] = set()
+    given: list[Member] = []
     for member in members:
-        new = {uuid for uuid in member.map.values() if uuid not in member.home}
+        new = _new(member)
         if not member.boxed or not new:
             continue
         if why := devices.refusal(member.pid, _minors(member, new)):
@@ -85,7 +94,65 @@ def reasons(members: Sequence[Member], tree: Sequence[Identity], inventory: gpu.
         box = containers.of(member.pid)
         found += [r for r in _of_container(member, box, tree) if r.id not in told]
         told |= {r.id for r in found}
+        given.append(member)
+    asked = _asked(given, containers, containerd_record.refusal) if containers is not None else []
+    return found + [_record(member, box, why, inventory) for member, box, why in asked]
+
+
+def tell(members: Sequence[Member], found: Sequence[Reason], inventory: gpu.Inventory | None) -> list[Reason]:
+    """Tells runtimes which GPUs their containers have now, once nothing can go wrong any more.
+
+    Args:
+        members: the processes that are there.
+        found: what was to be known before.
+        inventory: the GPUs.
+
+    Returns:
+        What is to be known now: of a container whose runtime was told, nothing.
+    """
+    if inventory is None or all(r.id != _RECORD for r in found):
+        return list(found)
+    given = [m for m in members if m.boxed and _new(m)]
+    try:
+        asked = _asked(given, Containers(), containerd_record.tell)
+    except (OSError, LimosaError) as error:  # the job is where it was to go, whatever cannot be read
+        asked = [(given[0], None, str(error))]
+    left = [_record(member, box, why, inventory) for member, box, why in asked if why is not None]
+    return [*(r for r in found if r.id != _RECORD), *left]
+
+
+def _new(member: Member) -> set[str]:
+    """The GPUs that a member goes to and cannot open."""
+    return {uuid for uuid in member.map.values() if uuid not in member.home}
+
+
+def _asked(members: Sequence[Member], containers: Containers, ask: _Ask) -> list[_Asked]:
+    """Asks the runtime of each container of some members whether it knows of its GPUs."""
+    boxes: dict[str, tuple[Container | None, list[Member]]] = {}
+    for member in members:
+        box = containers.of(member.pid)
+        boxes.setdefault(box.id if box is not None else "", (box, []))[1].append(member)
+    found: list[_Asked] = []
+    for box, inside in boxes.values():
+        why: str | None = ""
+        if box is not None and box.runtime == "containerd" and not box.pod:
+            wanted = {minor for m in inside for minor in _minors(m, m.map.values())}
+            known = {minor for m in inside for minor in _minors(m, m.home)}
+            why = ask(box, wanted, known) or None
+        found.append((inside[0], box, why))
     return found
+
+
+def _record(member: Member, box: Container | None, why: str | None, inventory: gpu.Inventory) -> Reason:
+    """What is to be known of a restart."""
+    who = box.called if box is not None else "the container"
+    if why is None:
+        gets = _called(member.map.values(), inventory)
+        text = f"containerd's record of {who} changes as well: started again, it gets {gets}"
+        return Reason(id=_RECORD, text=text, pid=member.pid)
+    because = f" (containerd cannot be told: {why})" if why else ""
+    text = f"the runtime's record of {who} does not change{because}: started again, it gets what it was started with"
+    return Reason(id=_RECORD, text=text, pid=member.pid)
 
 
 def _of_cgroup(member: Member, containers: Containers) -> list[Reason]:
@@ -117,9 +184,6 @@ def _of_container(member: Member, box: Container | None, tree: Sequence[Identity
                 id="pod-devices", text=text, exit_code=13, hint="start it on that GPU", pid=member.pid, forceable=True
             )
         )
-    who = box.called if box is not None else "the container"
-    text = f"the runtime's record of {who} does not change: started again, it gets what it was started with"
-    found.append(Reason(id="container-record", text=text, pid=member.pid))
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from limosa.gpu import State
-from limosa.operation import idle, room
+from limosa.operation import container_gpus, idle, room
 from limosa.operation.estimate import device_bytes
 from limosa.operation.holding import refuse_stale
 from limosa.operation.prepare import Prepared
@@ -37,6 +37,9 @@ def transfer(work: Work, prepared: Sequence[Prepared]) -> None:
     )
     refuse_stale(work, prepared)
     run(verb, op)
+    if verb.comes:
+        for one in prepared:
+            one.reasons = container_gpus.tell(one.members, one.reasons, one.inventory)
 
 
 def result_of(work: Work, prepared: Prepared, *, already: bool = False, of_two: bool = False) -> JobResult:
