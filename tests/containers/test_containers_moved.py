@@ -274,6 +274,52 @@ def test_memory_goes_the_parked_way_to_a_gpu_that_the_container_did_not_have(box
     assert nodes(one) == {"nvidia1"}
 
 
+def charged(one: Any) -> int:
+    """Bytes that count for a container's memory limit."""
+    path = next(line.split(":", 2)[2] for line in read(f"/proc/{one.pid}/cgroup") if ":memory:" in line)
+    return int(Path(f"/sys/fs/cgroup/memory{path}/memory.usage_in_bytes").read_text())
+
+
+def own_cgroups_of(pid: int) -> set[str]:
+    """The cgroups below the top that a process is in; 0 is the version 2 that a node without it does not show."""
+    return {line for line in read(f"/proc/{pid}/cgroup") if not line.endswith(":/") and not line.startswith("0:")}
+
+
+def limosas(node: Any) -> dict[str, int]:
+    """Limosa's own processes in a node: "limosa-vault" → its pid."""
+    found = {}
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{pid}/ns/mnt") == os.readlink(f"/proc/{node.pid}/ns/mnt"):
+                found[read(f"/proc/{pid}/comm")[0]] = pid
+    return {name: pid for name, pid in found.items() if name.startswith("limosa-")}
+
+
+@pytest.mark.parametrize("cgroups", [one for one in cgroup_layouts() if one == "v1"], indirect=True)
+def test_what_a_suspended_job_had_on_its_gpu_does_not_count_for_its_container(
+    cgroups: str, box: Any, shimmed: Any
+) -> None:
+    """A software GPU's memory does, until then. Who takes it is in the cgroups of whoever has started limosa."""
+    one = shimmed("/job", 64, 20, name=TRAIN)
+    one.goes_on()
+    assert charged(one) > 64 * MIB
+    rule = box.node.switches.add("function=cuCheckpointProcessCheckpoint delay=0.5")
+    suspend = box.node.popen([*LIMOSA, "suspend", "--container", TRAIN])
+    end = time.monotonic() + 20
+    while not box.node.switches.count(rule):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    found = limosas(box.node)
+    assert set(found) == {"limosa-worker", "limosa-mover", "limosa-vault"}
+    for pid in found.values():
+        assert own_cgroups_of(pid) == own_cgroups_of(os.getpid())
+        assert not own_cgroups_of(pid) & own_cgroups_of(one.pid)
+    assert suspend.wait(30) == 0
+    assert charged(one) < 32 * MIB
+    says(box, 0, "resume", "--container", TRAIN)
+    one.goes_on()
+
+
 SIGHT_INSIDE = f"/lib/{SIGHT.name}"
 SEES = "/tmp/sees/0123456789abcdef"
 
