@@ -3,9 +3,11 @@
  *     job [MIB [PACE_MS [STEPS]]]
  *
  *     job wait          does nothing, and has no driver
+ *     job nvml          says which GPUs NVML lists, by their nodes
  *
  * Prints READY, then "step N hash H". The hash runs over all steps and all of its device memory, which is stamped anew
- * in turn: one wrong page shows in all later lines. With as many MiB it is the same in every process. */
+ * in turn: one wrong page shows in all later lines. With as many MiB it is the same in every process. Where there is a
+ * file /where, it says "at BUS" after a step: the bus id that the driver tells it of its GPU. */
 #include <dlfcn.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -45,6 +47,30 @@ static void stamp(uint64_t at, uint64_t words, uint64_t epoch, uint64_t page)
     launch("stamp", (void *[]){&at, &words, &epoch, &page});
 }
 
+static int say_what_nvml_lists(void)
+{
+    unsigned count, minor;
+    void *one;
+    driver = dlopen("libnvidia-ml.so.1", RTLD_NOW);
+    if (!driver)
+        return 3;
+    CALL("nvmlInit_v2");
+    CALL("nvmlDeviceGetCount_v2", &count);
+    for (unsigned index = 0; index < count; index++) {
+        CALL("nvmlDeviceGetHandleByIndex_v2", index, &one);
+        CALL("nvmlDeviceGetMinorNumber", one, &minor);
+        printf("nvidia%u\n", minor);
+    }
+    return 0;
+}
+
+static void say_where(int gpu)
+{
+    char bus[32];
+    CALL("cuDeviceGetPCIBusId", bus, (int)sizeof bus, gpu);
+    printf("at %s\n", bus);
+}
+
 int main(int argc, char **argv)
 {
     uint64_t bytes = (argc > 1 ? strtoull(argv[1], NULL, 10) : 16) << 20, words = bytes / PAGES / 8;
@@ -60,6 +86,8 @@ int main(int argc, char **argv)
         for (;;)
             pause();
     }
+    if (argc > 1 && !strcmp(argv[1], "nvml"))
+        return say_what_nvml_lists();
     snprintf(path, sizeof path, "%s.ptx", argv[0]);
     FILE *file = fopen(path, "r");
     driver = dlopen("libcuda.so.1", RTLD_NOW);
@@ -84,6 +112,8 @@ int main(int argc, char **argv)
         stamp(at, words, step + 1, page);
         CALL("cuMemcpyDtoH_v2", &found, total, (size_t)8);
         printf("step %llu hash %#018llx\n", (unsigned long long)step, (unsigned long long)found);
+        if (!access("/where", F_OK))
+            say_where(gpu);
         usleep(pace * 1000);
     }
     puts("done");

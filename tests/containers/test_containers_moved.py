@@ -55,6 +55,11 @@ def nodes(one: Any) -> set[str]:
     return {name for name in one.run("ls", "/dev").stdout.split() if name.startswith("nvidia") and name[6:].isdigit()}
 
 
+def listed(one: Any) -> set[str]:
+    """The GPUs that NVML lists to a program that is started in it now, by their nodes."""
+    return set(one.run("/job", "nvml").stdout.split())
+
+
 def may_open(one: Any, gpu: int) -> str:
     """What the device cgroup says to a program that is started in the container now."""
     said = one.run("sh", "-c", f": < /dev/nvidia{gpu}", rc=None)
@@ -95,10 +100,15 @@ def test_ps_shows_the_container_and_takes_it_as_a_job(box: Any) -> None:
     assert (job["container"]["runtime"], job["container"]["id"]) == (box.runtime.name, one.id)
     assert gpus_of(found[TUNE]) == [1]
     assert f"{box.runtime.name}:{TRAIN}" in box.node.limosa("ps").stdout
+    assert f"in container {box.runtime.name}:{TRAIN} ({one.id[:12]})" in box.node.limosa("ps", "-v").stdout
     called = f"{box.runtime.name}:{TRAIN}"
     assert says(box, 0, "suspend", called)["pid"] == one.pid
     assert jobs(box)[TRAIN]["state"] == "checkpointed"
     assert says(box, 0, "resume", "--container", one.id[:12])["pid"] == one.pid
+    one.goes_on()
+    for state in ("checkpointed", "running"):
+        assert says(box, 0, "toggle", called)["pid"] == one.pid
+        assert jobs(box)[TRAIN]["state"] == state
     one.goes_on()
     if box.runtime.name == "runc":  # whose names are its ids
         assert says(box, 2, "suspend", "--container", "trai")["error"]["id"] == "usage"
@@ -126,7 +136,7 @@ def test_what_crun_notes(
 def test_a_container_with_one_gpu_is_given_another(cgroups: str, box: Any) -> None:
     one = box("/job", 16, 20, name=TRAIN)
     one.goes_on()
-    assert nodes(one) == {"nvidia0"}
+    assert nodes(one) == listed(one) == {"nvidia0"}
     plan = says(box, 0, "plan", "move", "--container", TRAIN, "--to", 1)
     assert [r["id"] for r in plan["reasons"]] == ["container-record"]
     record = f"{box.runtime.name}:{TRAIN} does not change: started again, it gets what it was started with"
@@ -137,7 +147,7 @@ def test_a_container_with_one_gpu_is_given_another(cgroups: str, box: Any) -> No
         assert [record in w["text"] for w in said["warnings"]] == [True], "also after it went back to the first GPU"
         assert gpus_of(jobs(box)[TRAIN]) == [to]
         one.goes_on()
-        assert nodes(one) == {f"nvidia{to}"}
+        assert nodes(one) == listed(one) == {f"nvidia{to}"}
         assert may_open(one, to) == LET
         assert [filtered(one, gpu) for gpu in (to, 1 - to)] == [LET, NOT_LET]
     says(box, 0, "suspend", "--container", TRAIN)
@@ -238,11 +248,18 @@ def shimmed(box: Any) -> Any:
     return start
 
 
+def told_last(one: Any) -> str:
+    """The bus id that the driver has told it of its GPU last."""
+    return [line for line in one.said().splitlines() if line.startswith("at ")][-1].removeprefix("at ")
+
+
 def test_memory_goes_the_parked_way_to_a_gpu_that_the_container_did_not_have(box: Any, shimmed: Any) -> None:
     one = shimmed("/job", 64, 20, name=TRAIN)
     one.goes_on()
     job = jobs(box)[TRAIN]
     assert job["way"] == "parked"
+    one.run("touch", "/where")
+    one.wait_for("at 0000:01:00.0")
     for to in (1, 0):
         said = says(box, 0, "move", "--container", TRAIN, "--to", to)
         assert (said["way"], len(said["map"])) == ("parked", 1), said
@@ -250,10 +267,57 @@ def test_memory_goes_the_parked_way_to_a_gpu_that_the_container_did_not_have(box
         one.goes_on()
         assert nodes(one) == {f"nvidia{to}"}
         assert gpus_of(jobs(box)[TRAIN]) == [to]
+        assert told_last(one) == f"0000:0{to + 1}:00.0", "what the shim answers"
     assert says(box, 0, "suspend", "--container", TRAIN)["way"] == "parked"
     assert says(box, 0, "resume", "--container", TRAIN, "--to", 1)["way"] == "parked"
     one.goes_on()
     assert nodes(one) == {"nvidia1"}
+
+
+def charged(one: Any) -> int:
+    """Bytes that count for a container's memory limit."""
+    path = next(line.split(":", 2)[2] for line in read(f"/proc/{one.pid}/cgroup") if ":memory:" in line)
+    return int(Path(f"/sys/fs/cgroup/memory{path}/memory.usage_in_bytes").read_text())
+
+
+def own_cgroups_of(pid: int) -> set[str]:
+    """The cgroups below the top that a process is in; 0 is the version 2 that a node without it does not show."""
+    return {line for line in read(f"/proc/{pid}/cgroup") if not line.endswith(":/") and not line.startswith("0:")}
+
+
+def limosas(node: Any) -> dict[str, int]:
+    """Limosa's own processes in a node: "limosa-vault" → its pid."""
+    found = {}
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{pid}/ns/mnt") == os.readlink(f"/proc/{node.pid}/ns/mnt"):
+                found[read(f"/proc/{pid}/comm")[0]] = pid
+    return {name: pid for name, pid in found.items() if name.startswith("limosa-")}
+
+
+@pytest.mark.parametrize("cgroups", [one for one in cgroup_layouts() if one == "v1"], indirect=True)
+def test_what_a_suspended_job_had_on_its_gpu_does_not_count_for_its_container(
+    cgroups: str, box: Any, shimmed: Any
+) -> None:
+    """A software GPU's memory does, until then. Who takes it is in the cgroups of whoever has started limosa."""
+    one = shimmed("/job", 64, 20, name=TRAIN)
+    one.goes_on()
+    assert charged(one) > 64 * MIB
+    rule = box.node.switches.add("function=cuCheckpointProcessCheckpoint delay=0.5")
+    suspend = box.node.popen([*LIMOSA, "suspend", "--container", TRAIN])
+    end = time.monotonic() + 20
+    while not box.node.switches.count(rule):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    found = limosas(box.node)
+    assert set(found) == {"limosa-worker", "limosa-mover", "limosa-vault"}
+    for pid in found.values():
+        assert own_cgroups_of(pid) == own_cgroups_of(os.getpid())
+        assert not own_cgroups_of(pid) & own_cgroups_of(one.pid)
+    assert suspend.wait(30) == 0
+    assert charged(one) < 32 * MIB
+    says(box, 0, "resume", "--container", TRAIN)
+    one.goes_on()
 
 
 SIGHT_INSIDE = f"/lib/{SIGHT.name}"

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,11 +69,20 @@ def rootless(
         yield made
 
 
-def as_user(rootless: Rootless, verb: str, *words: object, rc: int = 0) -> Any:
-    """``limosa VERB … -o json`` of the user."""
+def of_user(rootless: Rootless, verb: str, *words: object) -> tuple[list[object], dict[str, str]]:
+    """``limosa VERB … -o json`` of the user, and what it is started with."""
     argv = [*AS_USER, sys.executable, "-m", "limosa", verb, "-o", "json", *words]
-    env = {"HOME": str(rootless.place), "XDG_RUNTIME_DIR": f"{rootless.place}/xdg"}
+    return argv, {"HOME": str(rootless.place), "XDG_RUNTIME_DIR": f"{rootless.place}/xdg"}
+
+
+def as_user(rootless: Rootless, verb: str, *words: object, rc: int = 0) -> Any:
+    argv, env = of_user(rootless, verb, *words)
     return rootless.node.run(argv, rc=rc, limit=60, env=env, cwd="/").json
+
+
+def state_of(rootless: Rootless) -> str:
+    (job,) = as_user(rootless, "ps")["jobs"]
+    return str(job["state"])
 
 
 def by_root(rootless: Rootless, verb: str, *words: object, rc: int = 0) -> Any:
@@ -98,11 +109,39 @@ def test_its_user_works_on_a_rootless_container(rootless: Rootless) -> None:
     as_user(rootless, "suspend", "--container", one.id[:12])
     as_user(rootless, "resume", "podman:train")
     one.goes_on()
+    for state in ("checkpointed", "running"):
+        as_user(rootless, "toggle", "podman:train")
+        assert state_of(rootless) == state
+    one.goes_on()
     image = rootless.place / "image"
     assert as_user(rootless, "plan", "checkpoint", "podman:train", "--output", image, rc=13)["verdict"] == "refused"
     by_root(rootless, "move", one.pid, "--to", 1)
     one.goes_on()
     assert nodes(one) == {"nvidia0", "nvidia1"}
+
+
+def test_its_user_recovers_what_his_killed_move_left(rootless: Rootless) -> None:
+    one = rootless.start("/job", 16, 20, gpus=(0, 1), name="train")
+    one.goes_on()
+    rule = rootless.node.switches.add("function=cuCheckpointProcessRestore delay=0.5")
+    argv, env = of_user(rootless, "move", "podman:train", "--to", 1)
+    move = rootless.node.popen(argv, env=env, cwd="/")
+    end = time.monotonic() + 20
+    while not rootless.node.switches.count(rule):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    os.kill(move.pid, signal.SIGKILL)  # setpriv has become it
+    move.wait(10)
+    end = time.monotonic() + 30
+    argv, env = of_user(rootless, "recover")
+    while (said := rootless.node.run(argv, rc=None, env=env, cwd="/")).rc == 19 or state_of(rootless) != "running":
+        assert time.monotonic() < end, said
+        time.sleep(0.1)
+    one.goes_on()
+    (job,) = as_user(rootless, "ps")["jobs"]
+    (gpu,) = [gpu["index"] for gpu in job["gpus"]]
+    as_user(rootless, "move", "podman:train", "--to", 1 - gpu)
+    one.goes_on()
 
 
 def test_root_gives_a_rootless_container_another_gpu(rootless: Rootless) -> None:

@@ -8,6 +8,7 @@ import secrets
 import shlex
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -169,6 +170,33 @@ def test_it_comes_back_on_another_gpu(cgroups: str, desk: Desk, rootfs: Path, wo
     again.goes_on()
 
 
+@pytest.mark.parametrize("cgroups", cgroup_layouts(), indirect=True)
+@each("podman-parked")
+def test_one_that_has_its_gpu_by_a_cdi_name_comes_back_on_another(
+    cgroups: str, desk: Desk, rootfs: Path, word: str
+) -> None:
+    """And gets the one of that name if podman starts it again."""
+    own_folders(desk.node, "/etc", "/usr/local/lib")
+    desk.node.limosa("cdi")
+    desk.node.limosa("softgpu", "--cdi", "/etc/cdi/limosa.dev-softgpu.json")
+    one = desk.job(gpus=None, cdi=["limosa.dev/softgpu=0", SHIM])
+    one.goes_on()
+    assert desk.checkpoint(one)["way"] == word
+    assert [r["id"] for r in desk.restore("--to", 1)["warnings"]] == ["container-record"]
+    again = desk.back()
+    as_undisturbed(desk, rootfs, again)
+    assert gpus_of(desk, again) == [1]
+
+    def has(one: Container, gpu: int) -> None:
+        assert nodes(one) == set(one.run("/job", "nvml").stdout.split()) == {f"nvidia{gpu}"}
+        assert may_open(desk, one, gpu) == "No such device or address"
+        assert may_open(desk, one, 1 - gpu) == "Operation not permitted"
+
+    has(again, 1)
+    desk.runtime("restart", "--time", 0, again.name)
+    has(desk.back(), 0)
+
+
 @each("runc-asked")
 def test_who_asks_its_shim_at_the_wrong_moment_is_waited_for(desk: Desk, rootfs: Path, word: str) -> None:
     """A ``limosa ps``, for one: to CRIU it is a connection to a process outside."""
@@ -221,10 +249,13 @@ def test_left_running_it_goes_on_and_its_copies_do_as_well(desk: Desk, rootfs: P
             assert desk.restore(name=f"clone{number}", rc=23)["error"]["id"] == "container-bundle"
             bundle = ["--bundle", desk.runtime.same_bundle(one, desk.name(f"clone{number}"))]
         desk.restore("--to", number, *bundle, name=f"clone{number}")
+    named = one.run("hostname").stdout.strip()
+    assert named == {"podman": one.id[:12], "runc": one.name}.get(desk.runtime.name, socket.gethostname())
     for number in (0, 1):
         clone = desk.back(f"clone{number}")
         as_undisturbed(desk, rootfs, clone)
         assert gpus_of(desk, clone) == [number]
+        assert clone.run("hostname").stdout.strip() == named, "not a name of its own"
     as_undisturbed(desk, rootfs, one)
 
 
@@ -517,6 +548,69 @@ def test_what_else_comes_along(desk_of: Callable[[str], Desk]) -> None:
     (found,) = podman("container", "inspect", again.name).json
     assert found["HostConfig"]["RestartPolicy"]["Name"] == "always"
     assert found["HostConfig"]["ReadonlyRootfs"]
+
+
+READS = """
+echo begins; read -r line; echo got $line
+while [ ! -e /go ]; do sleep 0.05; done
+while read -r line; do echo got $line; done; echo closed; sleep 1000
+"""
+
+
+def attached(desk: Desk, one: Container) -> Any:
+    """Who writes to its standard input: ``podman attach``."""
+    words = [desk.runtime.engines["podman"], "attach", "--sig-proxy=false", one.name]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    return desk.node.popen(words, env=desk.runtime.environment(), stdin=subprocess.PIPE, bufsize=0, **quiet)
+
+
+@pytest.mark.parametrize("options", [["--interactive"], ["--tty", "--interactive"]], ids=["pipe", "terminal"])
+def test_its_standard_input_can_be_written_to_again(desk_of: Callable[[str], Desk], options: list[str]) -> None:
+    """What was written before and not read is lost."""
+    desk = desk_of("podman")
+    one = desk.runtime.start("/bin/sh", "-c", READS, gpus=None, options=options, name=desk.name())
+    one.wait_for("begins")
+    client = attached(desk, one)
+    client.stdin.write(b"one\nunread\n")
+    one.wait_for("got one")
+    desk.checkpoint(one)
+    assert client.wait(20) == 0
+    desk.restore()
+    again = desk.back()
+    client = attached(desk, again)
+    client.stdin.write(b"two\n" + (b"\x04" if "--tty" in options else b""))
+    again.run("touch", "/go")
+    again.wait_for("got two")
+    client.stdin.close()
+    again.wait_for("closed")
+    assert "got unread" not in again.said()
+
+
+def test_what_system_v_keeps_for_processes_comes_along(desk_of: Callable[[str], Desk], tmp_path: Path) -> None:
+    """Shared memory, semaphores and queues, and their keys. An open queue of POSIX's is refused by name."""
+    desk = desk_of("podman")
+    program = tmp_path / "ipc"
+    subprocess.run(["cc", "-o", program, Path(__file__).with_name("ipc.c"), "-lrt"], check=True)
+
+    def start(word: str) -> Container:
+        there = ["--volume", f"{program}:/ipc:ro"]
+        one = desk.runtime.start("/ipc", word, gpus=None, options=there, name=desk.name(word))
+        one.goes_on()
+        return one
+
+    one = start("new")
+    desk.checkpoint(one)
+    desk.restore()
+    again = desk.back("new")
+    again.goes_on()
+    other = again.run("sh", "-c", "/ipc & sleep 0.2; kill $!")
+    assert set(again.steps().values()) == set(steps_of(other.stdout).values()) == {"0x431"}
+    posix = start("posix")
+    assert desk.checkpoint(posix, rc=13, image="posix")["error"]["id"] == "message-queue"
+    posix.goes_on()
+    again.run("/ipc", "posix", rc=1)
+    assert "mqueue" in desk.checkpoint(again, rc=21, image="left")["error"]["message"], "one that nobody has open"
+    again.goes_on()
 
 
 def test_what_comes_along_with_containerd(desk_of: Callable[[str], Desk]) -> None:

@@ -37,6 +37,7 @@ JOBS = [
     "mp_locks",
     "mp_churn",
     "named_shm",
+    "own_sysv",
     "epoll",
     "threads",
     "unlinked",

@@ -94,6 +94,11 @@ def test_is_refused_by_name(job, id_):
         assert word.format(pid=victim.pid, parent=os.getpid()) in found[id_].text
 
 
+def test_system_v_shared_memory_in_an_ipc_namespace_of_its_own_is_fine(job):
+    victim = job(f"assert libc.unshare(0x08000000) == 0; {ALONE['sysv-ipc'][0]}")
+    assert refusals(observe(victim.identity)) == {}
+
+
 def test_an_io_uring_whose_descriptor_is_closed_shows_in_the_mappings(job):
     victim = job(
         "fd = libc.syscall(425, 8, ctypes.create_string_buffer(120)); m = mmap.mmap(fd, 4096, offset=0x10000000);"

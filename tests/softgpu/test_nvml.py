@@ -157,6 +157,22 @@ tell([error(n.nvmlDeviceGetHandleByIndex, 2), error(n.nvmlDeviceGetHandleByUUID,
     ]
 
 
+def test_gpus_whose_nodes_cannot_be_opened_are_on_no_list(new_node):
+    """As in a container: what is left is numbered anew."""
+    node = new_node(gpus=3)
+    code = """
+hs = [n.nvmlDeviceGetHandleByIndex(i) for i in range(n.nvmlDeviceGetCount())]
+tell([[[n.nvmlDeviceGetIndex(h), n.nvmlDeviceGetMinorNumber(h), n.nvmlDeviceGetPciInfo(h).busId[9:]] for h in hs],
+      error(n.nvmlDeviceGetHandleByIndex, 2), error(n.nvmlDeviceGetHandleByPciBusId, "01:00.0")])
+"""
+    argv = ["unshare", "--mount", "sh", "-ec", 'mount --bind /dev/null /dev/nvidia0; exec "$0" "$@"']
+    found = json.loads(node.run([*argv, sys.executable, "-c", INIT + code]).stdout)
+    left = [[0, 1, "02:00.0"], [1, 2, "03:00.0"]]
+    assert found == [left, "NVML_ERROR_INVALID_ARGUMENT", "NVML_ERROR_NOT_FOUND"]
+    node.run(["chmod", "600", "/dev/nvidia0"])
+    assert ask(node, "import os; os.setuid(65534)\n" + code)[0] == left
+
+
 def test_pci_info(node):
     code = "p = n.nvmlDeviceGetPciInfo(n.nvmlDeviceGetHandleByIndex(1))\n"
     code += "tell([p.domain, p.bus, p.device, p.busId, p.busIdLegacy])"

@@ -28,9 +28,9 @@ def _started(start_time: int) -> float:
 def read_sysv(processes: list[ProcessObservation]) -> None:
     """Fill ``sysv_ipc`` of every process.
 
-    Attached shared memory shows in the mappings, wherever its namespace is. A message queue remembers who sent and
-    received last; a semaphore set names no process at all, so one of the same user that came to be since the process
-    started is noted as uncertain.
+    What is in an IPC namespace of its own is not noted: CRIU dumps that as a whole. Attached shared memory shows in the
+    mappings. A message queue remembers who sent and received last; a semaphore set names no process at all, so one of
+    the same user that came to be since the process started is noted as uncertain.
 
     Args:
         processes: the job's processes, with their mappings and namespaces.
@@ -38,11 +38,11 @@ def read_sysv(processes: list[ProcessObservation]) -> None:
     queues, semaphores = _rows("msg"), _rows("sem")
     own = os.stat("/proc/self/ns/ipc").st_ino
     for process in processes:
+        if process.namespaces.get("ipc", own) != own:
+            continue
         for mapping in process.maps:
             if mapping.path.startswith("/SYSV"):
                 process.sysv_ipc.append(SysvObservation(kind="shm", id=mapping.inode))
-        if process.namespaces.get("ipc", own) != own:
-            continue
         for row in queues:
             if process.pid in (row.get("lspid"), row.get("lrpid")):
                 word = "last sender" if row.get("lspid") == process.pid else "last receiver"

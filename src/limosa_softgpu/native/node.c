@@ -16,6 +16,7 @@
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/sysmacros.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -24,6 +25,7 @@
 #define LOG_FILE NODE_FOLDER "/log"
 #define MEMORY_FOLDER NODE_FOLDER "/memory/"
 #define PATH_ROOM 128
+#define MEM_MAJOR 1 /* /dev/null, with which a device node is covered, may have a GPU's minor number */
 
 _Static_assert(NODE_MAX_BLOCKS == 65536, "a block's id holds its place in 16 bits");
 
@@ -495,6 +497,30 @@ static uint64_t pid_namespace_of(const char *process)
 uint64_t node_pid_namespace(void)
 {
     return pid_namespace_of("self");
+}
+
+/* No driver has that number: whoever may open the node hears ENXIO, and who may not hears it from a device cgroup. */
+static bool may_open(const char *path)
+{
+    int fd = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
+    if (fd >= 0)
+        close(fd);
+    return fd >= 0 || errno == ENXIO || errno == ENODEV;
+}
+
+bool node_openable(const struct node_gpu *gpu)
+{
+    char path[64];
+    struct stat info;
+    snprintf(path, sizeof path, "/dev/nvidia%d", gpu->minor);
+    if (stat(path, &info) != 0 || !S_ISCHR(info.st_mode) || (int)minor(info.st_rdev) != gpu->minor
+        || major(info.st_rdev) == MEM_MAJOR || faccessat(AT_FDCWD, path, R_OK | W_OK, AT_EACCESS) != 0
+        || !may_open(path))
+        return false;
+    int fd = open(path, O_PATH | O_CLOEXEC); /* nobody may be behind the node; whoever hooks open() hears of it */
+    if (fd >= 0)
+        close(fd);
+    return fd >= 0;
 }
 
 /* What a process is called in the innermost pid namespace that it is in; 0 where it has gone. */

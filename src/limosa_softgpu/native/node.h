@@ -150,6 +150,9 @@ void node_dropped(uint64_t id);
 /* Give places of blocks that nobody holds back. Called with the lock held or not (locked says which). */
 void node_reap(bool locked);
 
+/* Whether this process can open a GPU's device node: the libraries leave out the others. */
+bool node_openable(const struct node_gpu *gpu);
+
 /* Bytes in use on a GPU (reserved ones counted), after a reap. */
 uint64_t node_used(int gpu);
 

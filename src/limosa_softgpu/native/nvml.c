@@ -253,11 +253,38 @@ EXPORT nvmlReturn_t nvmlSystemGetProcessName(unsigned int pid, char *name, unsig
 
 /* ------------------------------------------------------------------------------------------------- which GPU --- */
 
+/* NVML numbers the GPUs whose nodes the process can open; of the others it knows nothing, as in a container. */
+static int gpus_listed(const struct call *call)
+{
+    int count = 0;
+    for (int gpu = 0; gpu < node_gpus(call->node); gpu++)
+        count += node_openable(&call->node->gpus[gpu]);
+    return count;
+}
+
+/* Which GPU has that number; -1: none. */
+static int listed_at(const struct call *call, unsigned int index)
+{
+    for (int gpu = 0; gpu < node_gpus(call->node); gpu++)
+        if (node_openable(&call->node->gpus[gpu]) && !index--)
+            return gpu;
+    return -1;
+}
+
+/* Which number a GPU has. */
+static unsigned int index_of(const struct call *call, int wanted)
+{
+    unsigned int index = 0;
+    for (int gpu = 0; gpu < wanted; gpu++)
+        index += node_openable(&call->node->gpus[gpu]);
+    return index;
+}
+
 static nvmlReturn_t device_count(const struct call *call, unsigned int *count)
 {
     if (!count)
         return NVML_ERROR_INVALID_ARGUMENT;
-    *count = (unsigned int)number_or_lie(call, "count", node_gpus(call->node));
+    *count = (unsigned int)number_or_lie(call, "count", gpus_listed(call));
     return NVML_SUCCESS;
 }
 
@@ -275,7 +302,7 @@ EXPORT nvmlReturn_t nvmlDeviceGetCount_v2(unsigned int *deviceCount)
 
 static nvmlReturn_t handle_of(const struct call *call, int gpu, nvmlDevice_t *device)
 {
-    if (gpu < 0)
+    if (gpu < 0 || !node_openable(&call->node->gpus[gpu]))
         return NVML_ERROR_NOT_FOUND;
     if (call->node->gpus[gpu].lost)
         return NVML_ERROR_GPU_IS_LOST;
@@ -285,9 +312,8 @@ static nvmlReturn_t handle_of(const struct call *call, int gpu, nvmlDevice_t *de
 
 static nvmlReturn_t handle_by_index(const struct call *call, unsigned int index, nvmlDevice_t *device)
 {
-    if (!device || index >= (unsigned int)node_gpus(call->node))
-        return NVML_ERROR_INVALID_ARGUMENT;
-    return handle_of(call, (int)index, device);
+    int gpu = device ? listed_at(call, index) : -1;
+    return gpu < 0 ? NVML_ERROR_INVALID_ARGUMENT : handle_of(call, gpu, device);
 }
 
 EXPORT nvmlReturn_t nvmlDeviceGetHandleByIndex(unsigned int index, nvmlDevice_t *device)
@@ -389,7 +415,7 @@ EXPORT nvmlReturn_t nvmlDeviceGetIndex(nvmlDevice_t device, unsigned int *index)
     ENTER(CALL_DEVICE, device);
     if (!index)
         RETURN(NVML_ERROR_INVALID_ARGUMENT);
-    *index = (unsigned int)call_.gpu;
+    *index = index_of(&call_, call_.gpu);
     RETURN(NVML_SUCCESS);
 }
 

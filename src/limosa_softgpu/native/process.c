@@ -12,15 +12,12 @@
 #include <string.h>
 #include <strings.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
-#include <sys/sysmacros.h>
 #include <time.h>
 #include <unistd.h>
 
 /* checkpoint.c: the first call after a restore may be a hazard. */
 __attribute__((weak)) void checkpoint_first_call(const char *name);
 
-#define MEM_MAJOR 1        /* /dev/null, with which a device node is covered, may have a GPU's minor number */
 #define CONTROL_MAPPINGS 4 /* of /dev/nvidiactl: enough to be seen, and to be in CRIU's way, as the real ones */
 #define CONTROL_BYTES 65536
 
@@ -287,33 +284,13 @@ static struct {
     void *mappings[CONTROL_MAPPINGS];
 } nodes;
 
-/* No driver has that number: whoever may open the node hears ENXIO, and who may not hears it from a device cgroup. */
-static bool may_open(const char *path)
-{
-    int fd = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
-    if (fd >= 0)
-        close(fd);
-    return fd >= 0 || errno == ENXIO || errno == ENODEV;
-}
-
 uint32_t devices_openable(void)
 {
     uint32_t openable = 0;
     for (int i = 0; i < node_gpus(driver.node); i++) {
         const struct node_gpu *gpu = &driver.node->gpus[i];
-        char path[64];
-        struct stat info;
-        snprintf(path, sizeof path, "/dev/nvidia%d", gpu->minor);
-        if (stat(path, &info) == 0 && S_ISCHR(info.st_mode) && (int)minor(info.st_rdev) == gpu->minor
-            && major(info.st_rdev) != MEM_MAJOR && faccessat(AT_FDCWD, path, R_OK | W_OK, AT_EACCESS) == 0 && !gpu->lost
-            && may_open(path)) {
-            int fd = open(path,
-                          O_PATH | O_CLOEXEC); /* nobody may be behind the node; whoever hooks open() hears of it */
-            if (fd < 0)
-                continue;
-            close(fd);
+        if (!gpu->lost && node_openable(gpu))
             openable |= 1u << i;
-        }
     }
     return openable;
 }
