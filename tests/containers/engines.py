@@ -40,7 +40,6 @@ _PROGRAMS = {
     "conmon": "usr/bin/conmon",
     "catatonit": "usr/bin/catatonit",
     "netavark": "usr/lib/podman/netavark",
-    "iptables": "usr/sbin/xtables-nft-multi",
     "tar": "bin/tar",
     "busybox": "bin/busybox",
 }
@@ -86,7 +85,7 @@ def _fetch(stamp: str) -> None:
         _link(first, first, path, name)
     for name, path in _OF_FORKY.items():
         _link(first, second, path, name)
-    (ENGINES / "bin" / "iptables-restore").symlink_to(f"../root/{_PROGRAMS['iptables']}")
+    _tables(first)
     (ENGINES / "stamp").write_text(stamp)
 
 
@@ -113,6 +112,17 @@ def _link(tools: Path, root: Path, path: str, name: str) -> None:
     """Make a program run from its folder, and known by its name."""
     _bind(tools, root, root / path)
     (ENGINES / "bin" / name).symlink_to(f"../{root.name}/{path}")
+
+
+def _tables(root: Path) -> None:
+    """iptables and its sisters, which netavark starts: one program, whose extensions it looks for in the system."""
+    program = root / "usr/sbin/xtables-nft-multi"
+    _bind(root, root, program)
+    extensions = next(root.glob("usr/lib/*-linux-gnu/xtables"))
+    for name in ("iptables", "iptables-restore", "ip6tables", "ip6tables-restore"):
+        script = ENGINES / "bin" / name
+        script.write_text(f'#!/bin/sh\nXTABLES_LIBDIR={extensions} exec {program} {name} "$@"\n')
+        script.chmod(0o755)
 
 
 def _loading(root: Path) -> tuple[Path, str]:
