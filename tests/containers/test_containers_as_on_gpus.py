@@ -5,7 +5,6 @@ There it has a PyTorch and a language model; here the jobs that need no framewor
 
 from __future__ import annotations
 
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -22,13 +21,11 @@ pytestmark = [pytest.mark.root, pytest.mark.criu, pytest.mark.timeout(240)]
 @pytest.mark.parametrize("what", ["training", "server"])
 def test_the_proofs_on_gpus_run_here(node: Node, cgroups: str, engines: Engines, tmp_path: Path, what: str) -> None:
     own_folders(node, "/etc", "/usr/local/lib")
-    short = Path(tempfile.mkdtemp(prefix="limosa-"))  # the mover's socket lies below it: 107 bytes
-    words = ["-q", "-s", "--basetemp", short / "inner", "-m", "gpu_containers", "-k", f"{what} and plain"]
     env = {"LIMOSA_RUNC": engines["runc"], "LIMOSA_PROOF_TURNS": "2", "LIMOSA_PROOFS": str(tmp_path / "proofs")}
-    argv = [sys.executable, "-m", "pytest", *words, ROOT / "tests" / "gpu" / "test_containers_work.py"]
-    try:
+    # A short path: the mover's socket lies below it (107 bytes).
+    with tempfile.TemporaryDirectory(prefix="limosa-", ignore_cleanup_errors=True) as short:
+        words = ["-q", "-s", "--basetemp", Path(short) / "inner", "-m", "gpu_containers", "-k", f"{what} and plain"]
+        argv = [sys.executable, "-m", "pytest", *words, ROOT / "tests" / "gpu" / "test_containers_work.py"]
         said = node.run(argv, limit=200, cwd=ROOT, env=env)
-    finally:
-        shutil.rmtree(short, ignore_errors=True)
     assert "1 passed" in said.stdout, said
     assert (tmp_path / "proofs").exists()

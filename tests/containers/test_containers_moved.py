@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from containers.runtimes import Podman, bundle_config, cgroup_layouts
+from containers.test_containers_to_disk import listed, nodes, until
 
 from limosa.parking import LIBRARY
 from limosa.process.device_nodes import LIBRARY as SIGHT
@@ -48,16 +49,6 @@ def jobs(box: Any) -> dict[str, Any]:
 
 def gpus_of(job: dict[str, Any]) -> list[int]:
     return [one["index"] for one in job["gpus"]]
-
-
-def nodes(one: Any) -> set[str]:
-    """The GPUs' nodes in a container, by a program that is started in it now."""
-    return {name for name in one.run("ls", "/dev").stdout.split() if name.startswith("nvidia") and name[6:].isdigit()}
-
-
-def listed(one: Any) -> set[str]:
-    """The GPUs that NVML lists to a program that is started in it now, by their nodes."""
-    return set(one.run("/job", "nvml").stdout.split())
 
 
 def may_open(one: Any, gpu: int) -> str:
@@ -211,10 +202,7 @@ def test_what_a_killed_move_left_is_recovered(box: Any, moment: str) -> None:
     function = {"checkpoint": "Checkpoint", "restore": "Restore", "unlock": "Unlock"}[moment]
     rule = box.node.switches.add(f"function=cuCheckpointProcess{function} delay=0.5")
     process = box.node.popen([*LIMOSA, "move", "--container", TRAIN, "--to", "1"])
-    end = time.monotonic() + 20
-    while not box.node.switches.count(rule):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: box.node.switches.count(rule), 20)
     os.kill(process.pid, signal.SIGKILL)
     process.wait(10)
     end = time.monotonic() + 30
@@ -305,10 +293,7 @@ def test_what_a_suspended_job_had_on_its_gpu_does_not_count_for_its_container(
     assert charged(one) > 64 * MIB
     rule = box.node.switches.add("function=cuCheckpointProcessCheckpoint delay=0.5")
     suspend = box.node.popen([*LIMOSA, "suspend", "--container", TRAIN])
-    end = time.monotonic() + 20
-    while not box.node.switches.count(rule):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: box.node.switches.count(rule), 20)
     found = limosas(box.node)
     assert set(found) == {"limosa-worker", "limosa-mover", "limosa-vault"}
     for pid in found.values():

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from containers.engines import Engines
 from containers.runtimes import Container, Podman
+from containers.test_containers_to_disk import until
 from soft_node import Answer, Node, let_all_reach, make_the_folder_of_all
 from support import open_the_way_to
 
@@ -126,10 +127,7 @@ def test_its_user_recovers_what_his_killed_move_left(rootless: Rootless) -> None
     rule = rootless.node.switches.add("function=cuCheckpointProcessRestore delay=0.5")
     argv, env = of_user(rootless, "move", "podman:train", "--to", 1)
     move = rootless.node.popen(argv, env=env, cwd="/")
-    end = time.monotonic() + 20
-    while not rootless.node.switches.count(rule):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: rootless.node.switches.count(rule), 20)
     os.kill(move.pid, signal.SIGKILL)  # setpriv has become it
     move.wait(10)
     end = time.monotonic() + 30

@@ -113,6 +113,11 @@ def nodes(one: Container) -> set[str]:
     return {name for name in one.run("ls", "/dev").stdout.split() if name.startswith("nvidia") and name[6:].isdigit()}
 
 
+def listed(one: Container) -> set[str]:
+    """The GPUs that NVML lists to a program that is started in it now, by their nodes."""
+    return set(one.run("/job", "nvml").stdout.split())
+
+
 def may_open(desk: Desk, one: Container, gpu: int) -> str:
     """What its device cgroup says to a program of the machine that is put into it: no driver has that number."""
     text, mounts = Path(f"/proc/{one.pid}/cgroup").read_text(), desk.node.run(["cat", "/proc/self/mountinfo"]).stdout
@@ -188,7 +193,7 @@ def test_one_that_has_its_gpu_by_a_cdi_name_comes_back_on_another(
     assert gpus_of(desk, again) == [1]
 
     def has(one: Container, gpu: int) -> None:
-        assert nodes(one) == set(one.run("/job", "nvml").stdout.split()) == {f"nvidia{gpu}"}
+        assert nodes(one) == listed(one) == {f"nvidia{gpu}"}
         assert may_open(desk, one, gpu) == "No such device or address"
         assert may_open(desk, one, 1 - gpu) == "Operation not permitted"
 

@@ -51,9 +51,8 @@ def main():
     options = parser.parse_args()
     device = device_of(options)
     tiny = device.type == "cpu"
-    width, depth, heads, tokens, batch, words = (64, 2, 2, 32, 2, 256) if tiny else (768, 12, 12, 1024, 16, 50304)
-    if not tiny:
-        width, heads = WIDTH[options.kind], WIDTH[options.kind] // 64
+    width = 64 if tiny else WIDTH[options.kind]
+    depth, heads, tokens, batch, words = (2, 2, 32, 2, 256) if tiny else (12, width // 64, 1024, 16, 50304)
     dist.init_process_group(options.backend)
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(1)
