@@ -226,9 +226,9 @@ class Disturber(Points):
 
         submit, count = WorkerProcess.submit, pynvml.nvmlDeviceGetCount
 
-        def submitted(this: Any, call: str, pid: int, args: list[Any]) -> Any:
+        def submitted(this: Any, call: str, pid: int, args: list[Any], fd: int = -1) -> Any:
             self.say(call=call)
-            return submit(this, call, pid, args)
+            return submit(this, call, pid, args, fd)
 
         def counted() -> Any:
             self.say(call="nvml")

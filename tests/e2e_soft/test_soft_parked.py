@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from soft_command import importer_of, named, pieces, start, used
+from support import end_marked
 
 from limosa.parking.shim import Shim
 from limosa.process.identity import Identity
@@ -32,6 +33,24 @@ def test_there_and_back_with_the_same_memory(parked: Any) -> None:
         assert on[to] > 64 * MIB
     assert len(named(parked, "limosa-mover")) == 1, "one, for all of them"
     job.finish()
+
+
+def test_a_runtime_folder_with_a_name_longer_than_a_sockets(
+    parked: Any, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel takes 107 bytes: the mover could not listen there, and the job went the driver's way."""
+    long = runtime / ("x" * 110)
+    long.parent.mkdir(exist_ok=True)
+    monkeypatch.setenv("LIMOSA_RUNTIME_DIR", str(long))
+    try:
+        job = start(parked, "--mib", 16)
+        assert parked.says(0, "", "move", job.pid, "--to", 1)["way"] == "parked"
+        parked.says(0, "", "suspend", job.pid)
+        parked.says(0, "", "resume", job.pid)
+        job.goes_on(2)
+        job.finish()
+    finally:
+        end_marked(f"LIMOSA_RUNTIME_DIR={long}")
 
 
 def test_a_job_that_sees_one_gpu_makes_its_memory_there_itself(parked: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -78,6 +79,31 @@ def test_a_command_that_is_killed_is_undone_by_the_worker_that_it_was_left(node:
     assert node.state(job) == "running"
     until(lambda: not list(Path(os.environ["LIMOSA_RUNTIME_DIR"]).glob("*/journals/*.jsonl")))
     assert worker not in waiting()
+
+
+def test_recover_waits_for_a_worker_that_is_still_in_a_call_of_a_dead_command(node: Any) -> None:
+    """Else it finds the job as it was, and the call changes it afterwards: it stayed locked, and nobody knew."""
+    job = node.job()
+    node.run([*LIMOSA, "suspend", job.pid])
+    (worker,) = waiting()
+    slow = node.switches.add("function=cuCheckpointProcessRestore delay=1")
+    process = node.popen([*LIMOSA, "resume", str(job.pid)], env=None)
+    node.reaches(process, "restore begin")
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        process.kill()
+        process.wait(10)
+        node.switches.remove(slow)
+        recovering = node.later("recover")
+        with pytest.raises(subprocess.TimeoutExpired):
+            recovering.communicate(timeout=2)
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    assert node.ends(recovering).rc == 0
+    if node.state(job) == "checkpointed":  # undone; else finished, which is right as well
+        node.run([*LIMOSA, "resume", job.pid])
+    assert node.state(job) == "running"
+    job.goes_on()
 
 
 def test_one_of_several_jobs_ends_in_the_middle_and_the_others_are_moved(node: Any) -> None:

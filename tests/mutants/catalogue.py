@@ -594,7 +594,7 @@ WILL = (
     Mutant(
         "no-will",
         _OPERATION + "work.py",
-        "        self.driver.set_will(self._will(), wait=False, name=self.id)\n",
+        "        self.driver.set_will(self._will(), wait=False, name=self.id, holds=self.journal.fd)\n",
         "",
         "limosa is killed, and the job stays locked until somebody calls recover",
         ("tests/operation/test_driver_verbs.py",),
@@ -618,7 +618,7 @@ WILL = (
     Mutant(
         "will-of-a-worker-that-was-given-up",
         "src/limosa/gpu/worker_loop.py",
-        '            self.wills.pop(str(name or ""), None)\n',
+        "        self.wills.pop(name, None)\n",
         "",
         "an operation that has ended is undone",
         WORKER,

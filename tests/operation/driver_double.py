@@ -110,7 +110,13 @@ class DriverDouble:
         return self.hanging.get(pid)
 
     def set_will(
-        self, argv: list[str] | None, limit: float | None = None, *, wait: bool = True, name: str = ""
+        self,
+        argv: list[str] | None,
+        limit: float | None = None,
+        *,
+        wait: bool = True,
+        name: str = "",
+        holds: int = -1,
     ) -> None:
         self.will = argv
 

@@ -56,7 +56,7 @@ class Driver:
         self._lock = threading.RLock()
         self._worker: WorkerProcess | None = None
         self._retired: list[WorkerProcess] = []
-        self._wills: dict[str, list[str]] = {}
+        self._wills: dict[str, tuple[list[str], int]] = {}
         self._missing: GpuUnavailable | None = None
         self._closed = False
 
@@ -241,7 +241,13 @@ class Driver:
         self._current().submit("available", 0, [])
 
     def set_will(
-        self, argv: list[str] | None, limit: float | None = 30.0, *, wait: bool = True, name: str = ""
+        self,
+        argv: list[str] | None,
+        limit: float | None = 30.0,
+        *,
+        wait: bool = True,
+        name: str = "",
+        holds: int = -1,
     ) -> None:
         """Say what the worker shall become when this process is gone, however it ends.
 
@@ -255,19 +261,24 @@ class Driver:
                 gone by then, and it stands before any call that is sent later; only that the worker cannot come up is
                 not noticed: say it again, with ``wait``, before it is too late.
             name: whose will it is: of several operations each has its own, and all of them run.
+            holds: a descriptor of which the worker holds a copy until the will runs or is cleared: what is locked by
+                it stays locked as long as the worker may still act for us.
 
         Raises:
             DriverHung: the worker does not answer.
         """
         with self._lock:
-            self._wills.pop(name, None)
+            copy = os.dup(holds) if argv and holds >= 0 else -1
+            _, old = self._wills.pop(name, ([], -1))
+            if old >= 0:
+                os.close(old)
             if argv:
-                self._wills[name] = list(argv)
+                self._wills[name] = list(argv), copy
             elif self._worker is None or self._worker.dead:
                 return
             worker = self._current()  # one that is new gets all of them: said twice does no harm
             # Before anybody gives up on this worker: its last word on a will is then that there is none.
-            slot = worker.submit(SET_WILL, 0, [list(argv) if argv else None, name])
+            slot = _tell_will(worker, name, argv, copy)
         if wait:
             self._value(worker, slot, limit, limit)
 
@@ -281,12 +292,16 @@ class Driver:
         """
         with self._lock:
             self._closed = True
-            names, self._wills = list(self._wills), {}
+            names = list(self._wills)
+            for _, fd in self._wills.values():
+                if fd >= 0:
+                    os.close(fd)
+            self._wills = {}
             worker, self._worker = self._worker, None
         if worker is None or self._owner != os.getpid():
             return
         for name in names:
-            worker.submit(SET_WILL, 0, [None, name])
+            _tell_will(worker, name)
         worker.hang_up()
         worker.wait(wait)
 
@@ -306,8 +321,8 @@ class Driver:
             if self._worker is not None and not self._worker.dead:
                 return self._worker
             worker = self._worker = WorkerProcess(self._ended, self._start)
-            for name, argv in self._wills.items():
-                worker.submit(SET_WILL, 0, [argv, name])
+            for name, (argv, fd) in self._wills.items():
+                _tell_will(worker, name, argv, fd)
             return worker
 
     def _ended(self, worker: WorkerProcess) -> None:
@@ -393,6 +408,11 @@ class Driver:
             if names:
                 self._current()
         for name in names:
-            worker.submit(SET_WILL, 0, [None, name])
+            _tell_will(worker, name)
         worker.submit(LEAVE, 0, [])
         worker.retire()
+
+
+def _tell_will(worker: WorkerProcess, name: str, argv: list[str] | None = None, holds: int = -1) -> Slot:
+    """Tell a worker a will, with what it holds as long as it has it; without ``argv``, that there is none."""
+    return worker.submit(SET_WILL, 0, [list(argv) if argv else None, name, holds >= 0], holds)

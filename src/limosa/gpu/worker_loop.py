@@ -5,10 +5,13 @@ The table of calls is given, so that tests run this loop with calls that are slo
 
 from __future__ import annotations
 
+import array
+import os
 import select
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -24,6 +27,8 @@ ASKING = frozenset({"state", "restore_thread_id", "inventory", "facts", AVAILABL
 """Calls that change nothing."""
 _UNHEARD = ASKING - {AVAILABLE, PING}
 _ASKING_SECONDS = 0.2
+_MOST_GIVEN = 4
+"""As many descriptors as are taken at a time: a request has one at most."""
 Table = Mapping[str, Callable[..., Any]]
 _EXPECTED = (IllegalState, InvalidArgument, InvalidMap, NoCudaState, NoSuchProcess)
 """Answers about the process that was asked about, after which the driver is as it was."""
@@ -75,6 +80,8 @@ class _Loop:
 
     def __init__(self, connection: socket.socket, table: Table):
         self.wills: dict[str, list[str]] = {}  # of each operation, by its name
+        self._held: dict[str, int] = {}  # what is held open as long as that will stands
+        self._given: deque[int] = deque()  # descriptors that have come, in their order
         self.initialised = self.spoilt = False
         self._connection = connection
         self._table = table
@@ -94,13 +101,15 @@ class _Loop:
         """
         while True:
             try:
-                data = self._connection.recv(1 << 16, socket.MSG_DONTWAIT)
+                flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+                data, control, _, _ = self._connection.recvmsg(1 << 16, socket.CMSG_SPACE(_MOST_GIVEN * 4), flags)
             except BlockingIOError:
                 return True
             except OSError:
                 return False
             if not data:
                 return False
+            self._given += _descriptors(control)
             try:
                 requests = self._frames.feed(data)
             except Exception:
@@ -126,10 +135,8 @@ class _Loop:
     def _take(self, request: Request) -> None:
         """Answer at once what concerns the worker itself; start a thread for the rest."""
         if request.call == SET_WILL:
-            argv, name, *_ = [*request.args, None, None]
-            self.wills.pop(str(name or ""), None)
-            if argv:
-                self.wills[str(name or "")] = [str(part) for part in argv]
+            argv, name, holds, *_ = [*request.args, None, None, None]
+            self._set_will(argv, str(name or ""), self._given.popleft() if holds and self._given else -1)
             self._reply(Reply(request.number))
         elif request.call == LEAVE:
             self.spoilt = True
@@ -141,6 +148,18 @@ class _Loop:
             with self._changed:
                 self._running[thread] = request.call
             thread.start()
+
+    def _set_will(self, argv: list[Any] | None, name: str, fd: int) -> None:
+        """Remember a will, and hold what came with it, or forget both."""
+        self.wills.pop(name, None)
+        if (old := self._held.pop(name, -1)) >= 0:
+            os.close(old)
+        if argv:
+            self.wills[name] = [str(part) for part in argv]
+        if fd >= 0 and argv:
+            self._held[name] = fd
+        elif fd >= 0:
+            os.close(fd)
 
     def _run(self, request: Request) -> None:
         """Make one call and answer."""
@@ -171,3 +190,12 @@ class _Loop:
                 self._sender.send(Reply(reply.number, None, pack_error(error)))
             except OSError:
                 pass
+
+
+def _descriptors(control: list[tuple[int, int, bytes]]) -> array.array[int]:
+    """Return what has come beside the bytes."""
+    fds = array.array("i")
+    for level, kind, data in control:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return fds

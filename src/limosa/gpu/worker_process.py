@@ -178,13 +178,14 @@ class WorkerProcess:
             self._called.wait(START_SECONDS)
         return self.process.pid
 
-    def submit(self, call: str, pid: int, args: list[Any]) -> Slot:
+    def submit(self, call: str, pid: int, args: list[Any], fd: int = -1) -> Slot:
         """Send a request.
 
         Args:
             call: a call of the worker's table.
             pid: the process it is about, 0 for none.
             args: all its arguments.
+            fd: a descriptor that goes with it, or -1.
 
         Returns:
             Where the answer will be; ``done`` without a reply means that the worker is gone.
@@ -200,7 +201,7 @@ class WorkerProcess:
             slot.done.set()
             return slot
         try:
-            self._sender.send(Request(number, call, args))
+            self._sender.send(Request(number, call, args), fd)
         except OSError:
             pass  # it died: the reader finds out and answers every slot
         return slot

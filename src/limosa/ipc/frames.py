@@ -122,12 +122,17 @@ class Sender:
         self._connection = connection
         self._lock = threading.Lock()
 
-    def send(self, message: Request | Reply) -> None:
+    def send(self, message: Request | Reply, fd: int = -1) -> None:
         """Send one message.
+
+        Args:
+            message: what is sent.
+            fd: a descriptor that goes with it, or -1.
 
         Raises:
             OSError: the other side is gone.
         """
         data = frame(message)
         with self._lock:
-            self._connection.sendall(data)
+            sent = socket.send_fds(self._connection, [data], [fd]) if fd >= 0 else 0
+            self._connection.sendall(data[sent:])

@@ -18,6 +18,7 @@ MOST_CLIENTS = 256
 """At once: who comes then waits until one has gone."""
 SEND_SECONDS = 60.0
 """That a client may take to read an answer, or a packet of one."""
+_MOST_NAME = 107  # bytes of a path (unix(7))
 _AT_ONCE = 64
 _NO_ROOM_SECONDS = 0.05
 
@@ -156,7 +157,7 @@ def listen(path: str) -> socket.socket:
         os.unlink(path)
     found = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
-        found.bind(path)
+        _bind(found, path)
         os.chmod(path, 0o600)
         found.listen(64)
         found.setblocking(False)
@@ -164,3 +165,15 @@ def listen(path: str) -> socket.socket:
         found.close()
         raise
     return found
+
+
+def _bind(listening: socket.socket, path: str) -> None:
+    """Bind a socket to a path of any length: the kernel takes 107 bytes, and a folder's descriptor is a short name."""
+    if len(os.fsencode(path)) <= _MOST_NAME:
+        listening.bind(path)
+        return
+    folder = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        listening.bind(f"/proc/self/fd/{folder}/{os.path.basename(path)}")
+    finally:
+        os.close(folder)

@@ -158,7 +158,11 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Journal:
-    """An operation's journal, open and locked by its writer."""
+    """An operation's journal, open and locked by its writer.
+
+    The driver's worker holds a copy of the descriptor, and with it the lock: while it may still be in a call for a
+    writer that has died nobody takes the journal, and the state of the job does not change behind his back.
+    """
 
     def __init__(self, path: Path, fd: int, header: Header, entries: list[Record]):
         self.path, self._fd, self.header, self.records = path, fd, header, entries
@@ -218,6 +222,11 @@ class Journal:
         return None
 
     @property
+    def fd(self) -> int:
+        """The descriptor that it is locked by; -1 once it is closed."""
+        return self._fd
+
+    @property
     def of_another_boot(self) -> bool:
         """Whether the machine was started again since: no process that it names lives."""
         return self.header.boot != boot_id()
@@ -267,6 +276,8 @@ class Journal:
     def close(self) -> None:
         """Lets go of the journal and leaves it for ``recover``."""
         if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._fd, fcntl.LOCK_UN)  # of the worker's copy as well
             os.close(self._fd)
             self._fd = -1
 

@@ -87,10 +87,12 @@ def _everything(
     patience = time.monotonic() + CRIU_PATIENCE
     # A journal that cannot be read may look like one that somebody has taken.
     while all_read and only is None and not dry_run and _others_at_work(found) and time.monotonic() < patience:
-        # The worker of a killed limosa recovers by itself: what it is at is not left until it is done.
+        # The worker of a killed limosa ends its call and recovers by itself: what it is at is not left until then.
         progress(Progress("recover", message="waiting for a worker that recovers already"))
         time.sleep(0.05)
         all_read = _round(found, dry_run, progress, only, {one.id for one in found})
+    if all_read and only is None and not dry_run:
+        found += map(_still_held, _others_at_work(found))
     if only is None:
         if not dry_run:
             holders.forget_finished()
@@ -177,11 +179,25 @@ def _round(
     return all_read
 
 
-def _others_at_work(found: list[Recovered]) -> bool:
-    """Whether somebody else recovers an operation of ours: its journal is there, locked, and its owner dead."""
+def _others_at_work(found: list[Recovered]) -> list[journal.Summary]:
+    """Operations of ours whose owner is dead and whose journal somebody else holds: its worker, or who recovers it."""
     known = {one.id for one in found}
     mine = [s for s in journal.under_way() if s.owner == os.geteuid()]
-    return any(not s.alive and s.id not in known for s in mine)
+    return [s for s in mine if not s.alive and s.id not in known]
+
+
+def _still_held(one: journal.Summary) -> Recovered:
+    """Says of an operation that nobody else could look at that its worker does not come to an end."""
+    return Recovered(
+        kind="operation",
+        id=one.id,
+        operation=one.operation,
+        pid=one.pids[0] if one.pids else 0,
+        did="left it alone",
+        state="unknown",
+        error="its worker is still in a call of the driver, or recovers it; run it again",
+        exit_code=40,
+    )
 
 
 def _one(dead: Journal, progress: ProgressFn) -> Recovered:

@@ -250,7 +250,7 @@ class Work(Clock):
         self.push("claim", self._release)
         self.journal = Journal.create(header)
         # The worker may still be coming up: a job that CRIU alone works on need not stand in line for that.
-        self.driver.set_will(self._will(), wait=False, name=self.id)
+        self.driver.set_will(self._will(), wait=False, name=self.id, holds=self.journal.fd)
         return self.journal
 
     def has_taken(self, gpus: Mapping[str, int]) -> None:
@@ -262,7 +262,7 @@ class Work(Clock):
 
     def armed(self) -> None:
         """Makes sure that the worker has its will, before what cannot be taken back; DriverHung: nobody could undo."""
-        self.driver.set_will(self._will(), name=self.id)
+        self.driver.set_will(self._will(), name=self.id, holds=self.journal.fd if self.journal is not None else -1)
 
     def _will(self) -> list[str]:
         return start.python("limosa.operation.orphan", self.id)

@@ -22,6 +22,7 @@ from limosa.ipc.packet import close_all
 from limosa.operation.background import Background
 from limosa.operation.journal import Member, Noted, Phase
 from limosa.operation.parked import ahead
+from limosa.operation.parked.calls import together
 from limosa.operation.parked.carrier import Carrier
 from limosa.operation.parked.gates import Gates
 from limosa.operation.parked.shares import one_each
@@ -205,18 +206,10 @@ class Loading(Carrier):
 
     def arrive(self) -> None:
         for part in self._parts:
-            member = part.member
-            ids = sorted(part.target)
-            held = [part.target[i] for i in ids]
-            shim = part.connected()
-            if shim.hello().stand is not Stand.AWAY:
-                raise FailedUndone(f"process {member.pid} does not wait for its device memory")
-            self._work.note(Noted.MAP, Phase.BEGIN, member.pid)
-            stand = shim.map(ids, held)
-            if part.late:
-                stand = shim.map([piece.id for piece in part.late])
-            if stand is not Stand.CLOSED:
-                raise FailedUndone(f"process {member.pid} could not be given its device memory back")
+            if part.connected().hello().stand is not Stand.AWAY:
+                raise FailedUndone(f"process {part.member.pid} does not wait for its device memory")
+            self._work.note(Noted.MAP, Phase.BEGIN, part.member.pid)
+        together([partial(_map, part, part.connected()) for part in self._parts])
 
     def open(self) -> None:
         self._gates.open([(part.member, part.connected()) for part in self._parts])
@@ -231,3 +224,13 @@ class Loading(Carrier):
         for part in self._parts:
             part.close()
         self._residents.close()
+
+
+def _map(part: _Part, shim: Shim) -> None:
+    """Gives a process its device memory."""
+    ids = sorted(part.target)
+    stand = shim.map(ids, [part.target[i] for i in ids])
+    if part.late:
+        stand = shim.map([piece.id for piece in part.late])
+    if stand is not Stand.CLOSED:
+        raise FailedUndone(f"process {part.member.pid} could not be given its device memory back")
