@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from soft_command import Held, name_of, named, waits_for
 from soft_ranks import Ranks, signalled
 
+from limosa.native.build import compilers
 from limosa.parking.shim import Shim
 from limosa.process.identity import Identity
 
@@ -97,6 +99,28 @@ def test_what_cannot_be_made_again_is_refused_before_anything_is_touched(two: An
     for verb in (["move", *SWAP], ["suspend"], ["checkpoint", "--output", two.place / "image"]):
         two.says(13, why, verb[0], job.pid, *verb[1:])
     assert job.open() == [True, True]
+    job.goes_on()
+    job.finish()
+
+
+LINKED = "extern int ncclSoftgpuConfig(void *, void *);\nint use(void) { return ncclSoftgpuConfig(0, 0); }\n"
+
+
+@pytest.mark.parametrize("by", ["called", "linked"])
+def test_a_function_that_is_newer_than_the_list_is_refused_by_name(two: Any, tmp_path: Path, by: str) -> None:
+    """To ask for it by ``dlsym`` is not to call it; to be linked with it may be."""
+    if by == "called":
+        job = Ranks(two, "--newer")
+    else:
+        compiler = [*compilers()[0], "-shared", "-fPIC", "-xc", "-", "-o", str(tmp_path / "l.so")]
+        subprocess.run(compiler, input=LINKED, text=True, check=True)
+        job = Ranks(two, "--load", tmp_path / "l.so")
+    for verb in (["move", *SWAP], ["suspend"], ["checkpoint", "--output", two.place / "image"]):
+        said = two.says(13, "nccl-newer", verb[0], job.pid, *verb[1:])
+        assert "ncclSoftgpuConfig" in said["error"]["message"]
+    assert job.open() == [True, True]
+    job.goes_on()
+    two.says(0, "", "move", job.pid, *SWAP, "--force=nccl-newer")
     job.goes_on()
     job.finish()
 

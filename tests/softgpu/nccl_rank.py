@@ -163,6 +163,8 @@ class Work:
             nccl.nccl("ncclCommRegister", self.world, self.sums, self.bytes, ctypes.byref(handle))
         if options.window:
             nccl.nccl("ncclCommWindowRegister", self.world, self.own, self.bytes, ctypes.byref(handle), 1)
+        if options.newer:
+            nccl.nccl("ncclSoftgpuConfig", self.world, ctypes.byref(nccl.Config()))
         if options.memory:
             nccl.nccl("ncclMemAlloc", ctypes.byref(handle), 3 << 20)
 
@@ -264,15 +266,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--elements", type=int, default=1 << 19)
     parser.add_argument("--barrier-every", type=int, default=0)
     parser.add_argument("--skew", type=float, default=0)
+    parser.add_argument("--load", help="a library that is loaded first")
     parser.add_argument("--made-by", default="ncclCommInitRankConfig")
     parser.add_argument("--late", type=float, default=0, help="seconds after which all but rank 0 begin")
-    ways = "p2p groups threads nonblocking capture operators watchdog anew register window memory"
+    ways = "p2p groups threads nonblocking capture operators watchdog anew register window memory newer"
     for name in ways.split():
         parser.add_argument(f"--{name}", action="store_true")
     return parser.parse_args()
 
 
 def main(options: argparse.Namespace) -> int:
+    if options.load:
+        ctypes.CDLL(options.load)
     rank = Rank(options)
     works = [Work(rank, "world", 1)]
     failed = []
