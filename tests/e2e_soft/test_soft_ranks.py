@@ -330,6 +330,40 @@ def test_a_rank_that_is_killed_while_it_is_being_stopped(two: Any) -> None:
     job.is_as_its_twin()
 
 
+@pytest.mark.parametrize("linger", [0, 4], ids=["both", "one"])
+def test_a_rank_that_exits_well_while_it_is_being_stopped(two: Any, linger: int) -> None:
+    """It ends its communicators and exits with 0, which no gate holds up: the others are let on."""
+    job = Ranks(two, "--abort", "--linger", linger)
+    rule = two.switches.add(f"function=ncclAllReduce caller={job.pids[1]} hang")
+    waits_for(two, lambda: two.switches.count(rule) > 0)
+    (job.folder / "until").write_text("1")
+    process = two.later("move", job.pid, *SWAP)
+    two.reaches(process, "communicators begin")
+    two.switches.remove(rule)
+    answer = two.ends(process)
+    assert answer.rc in (0, 10, 21), answer
+    assert job.open() == [True, True]
+    waits_for(two, lambda: job.verdict() != "")
+    assert job.verdict() == "right", job.words()
+    two.limosa("recover")
+    waits_for(two, lambda: [p for p in two.processes() if name_of(p) not in ("limosa-vault", "limosa-mover")] == [])
+    job.is_as_its_twin()
+
+
+def test_a_rank_that_ends_its_communicators_before_the_others_is_said_to_be_one_that_ends(two: Any) -> None:
+    """Its peers have a communicator then with a rank that there is no more. Nothing is touched, and all end well."""
+    job = Ranks(two)
+    rule = two.switches.add(f"function=ncclCommDestroy caller={job.pids[1]} hang")
+    (job.folder / "until").write_text("1")
+    waits_for(two, lambda: two.switches.count(rule) > 0)
+    reasons = two.says(13, "", "move", job.pid, *SWAP)["error"]["reasons"]
+    (reason,) = [reason for reason in reasons if reason["id"] == "nccl-ranks"]
+    assert reason["hint"].endswith("; if its ranks are just ending, let them")
+    two.switches.remove(rule)
+    waits_for(two, lambda: job.verdict() != "")
+    assert job.verdict() == "right", job.words()
+
+
 @pytest.mark.parametrize("function", ["ncclGetUniqueId", "ncclCommInitRank*"])
 def test_a_call_that_fails_once(two: Any, function: str) -> None:
     """It is tried again, or the move is undone. The job goes on in any case."""

@@ -244,6 +244,10 @@ class Work:
             time.sleep(options.pause / 1000)
 
     def end(self) -> None:
+        if self.rank.options.abort:  # it waits for nobody
+            nccl.nccl("ncclCommAbort", self.parity)
+            nccl.nccl("ncclCommAbort", self.world)
+            return
         self.rank.destroy(self.parity)
         self.rank.destroy(self.world)
 
@@ -266,10 +270,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--elements", type=int, default=1 << 19)
     parser.add_argument("--barrier-every", type=int, default=0)
     parser.add_argument("--skew", type=float, default=0)
+    parser.add_argument("--linger", type=float, default=0, help="seconds that rank 0 stays at its end")
     parser.add_argument("--load", help="a library that is loaded first")
     parser.add_argument("--made-by", default="ncclCommInitRankConfig")
     parser.add_argument("--late", type=float, default=0, help="seconds after which all but rank 0 begin")
-    ways = "p2p groups threads nonblocking capture operators watchdog anew register window memory newer"
+    ways = "p2p groups threads nonblocking capture operators watchdog anew register window memory newer abort"
     for name in ways.split():
         parser.add_argument(f"--{name}", action="store_true")
     return parser.parse_args()
@@ -301,6 +306,8 @@ def main(options: argparse.Namespace) -> int:
         thread.join()
     for work in works:
         work.end()
+    if rank.rank == 0:
+        time.sleep(options.linger)
     return 0
 
 
