@@ -84,6 +84,23 @@ def test_whatever_the_ranks_do(two: Any, options: list[str]) -> None:
     job.finish()
 
 
+def test_communicators_have_the_names_and_the_settings_that_they_had(two: Any) -> None:
+    """Also where the texts were the program's, and are long gone."""
+    job = Ranks(two, "--named", "--nonblocking", "--watchdog")
+    for _ in range(2):
+        two.says(0, "", "move", job.pid, *SWAP)
+        job.goes_on()
+    job.finish()
+    for rank in range(2):
+        told, twin = ((folder / f"rank-{rank}.config").read_text() for folder in (job.folder, job.twin))
+        assert told == twin
+        world, parity = ({word.split("=")[0]: word for word in line.split()} for line in told.splitlines())
+        assert "commName=b'world of 2'" in told.splitlines()[0]
+        assert "commName=b'parity of 2'" in told.splitlines()[1]
+        for words in (world, parity):
+            assert {"blocking=0", "netName=b'Socket'", "minCTAs=2", "maxCTAs=8", "splitShare=1"} <= set(words.values())
+
+
 def test_communicators_that_are_made_after_others_have_ended_have_handles_of_their_own(two: Any) -> None:
     """In each step one ends and one is made; a move puts new real ones where others were."""
     job = Ranks(two, "--anew")
