@@ -195,6 +195,7 @@ class BoxJob:
     """One container, with what a room asks of a victim (``Job``)."""
 
     missing: frozenset[int] = frozenset()
+    storeless = False
     slots = 1
 
     def __init__(self, boxes: Boxes, shape: str, first: int, name: str = ""):

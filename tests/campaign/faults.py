@@ -57,6 +57,8 @@ class Fault:
         deadly = ("job-killed", "member-killed", "crash-target", "exit", "lost-")  # a GPU that is lost ends its jobs
         if self.hazard is not None and self.hazard.loses == "process":
             return True
+        if ranks.starves(self.case.victim, self.fault):
+            return True
         in_job = self.case.step.startswith(("job.", "nccl.")) and self.fault == "crash-caller"
         if self.case.boxed and any(word in self.fault for word in containers.DEADLY):
             return True

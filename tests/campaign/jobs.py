@@ -43,6 +43,7 @@ class Job:
         self.pid = int(nursery.ask(order, "victim")["victim"])
         self._requests = 0
         self.missing: set[int] = set()  # slots whose process was ended on purpose
+        self.storeless = False  # its ranks have lost their store
         self.goes_on(limit=max(30.0, 2 * PATIENCE))
         self.size, self.open, self.ran = self.resident(), self.descriptors(), self.threads()
 
@@ -72,6 +73,15 @@ class Job:
     def stoppable(self) -> int:
         """Which of its processes is stopped, where one is."""
         return self.cuda_pids[-1] if self.known.ranks else self.pid
+
+    def lose_store(self) -> None:
+        """The agent's store goes; where that is stopped, when it goes on."""
+        self.storeless = True
+        self.open = [one for one in self.open if not one.endswith(" socket")]
+        self.set(0, Slot.COMMAND, COMMANDS["lose-store"])
+        end = time.monotonic() + 0.1
+        while self.get(0, Slot.DONE) != COMMANDS["lose-store"] and time.monotonic() < end:
+            time.sleep(0.001)
 
     def alive(self) -> bool:
         """Whether its topmost process lives."""
@@ -192,7 +202,7 @@ class Job:
                 except OSError:
                     continue
                 kind = target.split(":")[0] if ":" in target else target
-                if kind.endswith(PASSING):
+                if kind.endswith(PASSING) or (self.storeless and kind == "socket"):
                     continue
                 if "/nvidia-soft/memory" in kind:
                     kind = "device memory"

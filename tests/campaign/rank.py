@@ -1,15 +1,19 @@
 """A victim of several ranks that compute together over NCCL, and the process that starts and ends them.
 
-The control page has what an agent's store has: the unique id, and who has come how far.
+The agent has a store, to which each rank has a connection: it gives all of them the unique id, and is where those that
+meet on the host wait for each other. It can be lost; who needs it then ends with an error.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
 import random
+import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -20,27 +24,75 @@ from typing import Any
 import numpy as np
 
 from campaign.computed import Numbers, after
-from campaign.shapes import Shape, Slot
+from campaign.shapes import COMMANDS, Shape, Slot
 from campaign.victim import Page
 
 PAUSE = 0.008
-ID = 7 * 8 * Slot.WORDS
-"""Where the unique id is, behind a word that says that it is there."""
 UINT32 = 3
+WORDS = 128
+"""Bytes that a rank gives the store, and gets from it: all those of who has given some."""
 
 
-def main(shape: Shape, memory: mmap.mmap, slot: int, first: int) -> None:
+Ends = list[tuple[socket.socket, socket.socket]]
+
+
+def connections(n: int) -> Ends:
+    """Of each rank to the store: the agent's end and its own. Before they are forked."""
+    return [socket.socketpair() for _ in range(n)]
+
+
+def main(
+    shape: Shape, memory: mmap.mmap, slot: int, first: int, ends: list[tuple[socket.socket, socket.socket]]
+) -> None:
     """Is the agent, or a rank; does not return."""
     page = Page(memory, slot)
     page.set(Slot.PID, os.getpid())
+    for number, (theirs, own) in enumerate(ends, 1):
+        if slot != 0:
+            theirs.close()
+        if slot != number:
+            own.close()
     if slot == 0:
-        agent(page, len(shape.processes) - 1)
-    Rank(shape, memory, slot, first).run()
+        agent(page, Store([theirs for theirs, _ in ends]))
+    Rank(shape, memory, slot, first, ends[slot - 1][1]).run()
 
 
-def agent(page: Page, n: int) -> None:
+class Store:
+    """The agent's side: when every rank has come, each gets what one of them has brought."""
+
+    def __init__(self, ends: list[socket.socket]):
+        self.n, self.ends = len(ends), ends
+        self.come: dict[socket.socket, bytes] = {}
+
+    def serve(self, seconds: float) -> None:
+        """Hears whoever comes; one rank that ends is the agent's matter."""
+        for end in select.select([end for end in self.ends if end not in self.come], [], [], seconds)[0]:
+            if brought := end.recv(WORDS, socket.MSG_WAITALL):
+                self.come[end] = brought
+            else:
+                self.ends.remove(end)
+        if len(self.come) == self.n:
+            given = max(self.come.values())
+            for end in self.come:
+                with contextlib.suppress(OSError):
+                    end.sendall(given)
+            self.come.clear()
+
+    def lose(self) -> None:
+        """It is gone, and all connections with it."""
+        for end in self.ends:
+            end.close()
+        self.ends.clear()
+        self.come.clear()
+
+
+def agent(page: Page, store: Store) -> None:
     """Waits until a rank has ended, and ends the others."""
+    n = store.n
     while True:
+        if page.get(Slot.COMMAND) == COMMANDS["lose-store"]:
+            store.lose()
+            page.set(Slot.DONE, COMMANDS["lose-store"])
         page.set(Slot.EPOCH, page.get(Slot.EPOCH) + 1)
         request = page.get(Slot.REQUEST)
         if request != page.get(Slot.ANSWER):
@@ -57,21 +109,20 @@ def agent(page: Page, n: int) -> None:
             for _ in range(n - 1):
                 os.waitpid(-1, 0)
             os._exit(3)
-        time.sleep(0.005)
+        store.serve(0.005)
 
 
 class Rank:
     """One rank: its communicators, its numbers on the GPU."""
 
-    def __init__(self, shape: Shape, memory: mmap.mmap, slot: int, first: int):
+    def __init__(self, shape: Shape, memory: mmap.mmap, slot: int, first: int, store: socket.socket):
         sys.path.insert(0, str(Path(__file__).parents[1] / "softgpu"))
         import nccl
 
         assert shape.ranks is not None
         self.nccl: Any = nccl
         self.ranks, self.rank, self.n = shape.ranks, slot - 1, len(shape.processes) - 1
-        self.memory, self.page = memory, Page(memory, slot)
-        self.pages = [Page(memory, 1 + rank) for rank in range(self.n)]
+        self.page, self.store = Page(memory, slot), store
         self.comms: list[int] = []
         nccl.device(first + self.rank)
         self.config = nccl.Config(0 if self.ranks.nonblocking else 1)
@@ -85,12 +136,15 @@ class Rank:
 
     def unique(self) -> bytes:
         """The unique id that rank 0 has made."""
-        if self.rank == 0:
-            self.memory[ID + 8 : ID + 136] = self.nccl.unique_id()
-            self.memory[ID] = 1
-        while not self.memory[ID]:
-            time.sleep(0.001)
-        return bytes(self.memory[ID + 8 : ID + 136])
+        return self.meet(bytes(self.nccl.unique_id()) if self.rank == 0 else bytes(WORDS))
+
+    def meet(self, brought: bytes = bytes(WORDS)) -> bytes:
+        """Waits at the store for all ranks; what one has brought. Raises ConnectionError: the store is gone."""
+        self.store.sendall(brought)
+        given = self.store.recv(WORDS, socket.MSG_WAITALL)
+        if not given:
+            raise ConnectionError("the store is gone")
+        return given
 
     def made(self, name: str, *words: Any) -> int:
         """A communicator, ready."""
@@ -163,8 +217,8 @@ class Rank:
             request = self.page.get(Slot.REQUEST)
             if request != self.page.get(Slot.ANSWER):
                 self.answer(request, epoch)
-            while ranks.meets and epoch % ranks.meets == 0 and min(p.get(Slot.EPOCH) for p in self.pages) < epoch:
-                time.sleep(0.001)
+            if ranks.meets and epoch % ranks.meets == 0:
+                self.meet()
             time.sleep(PAUSE)
 
     def answer(self, request: int, epoch: int) -> None:

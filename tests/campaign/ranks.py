@@ -1,8 +1,8 @@
 """The cases of jobs of several ranks: all that befalls the parked way, and what befalls NCCL.
 
 Ranks are killed and stopped in the middle; communicators fail to be closed or made again, at the n-th call on the whole
-node; a rank hangs before a collective, is slow or dies in it; the two helpers are killed where memory is parked. Steps
-come from ``ranks.json``, which ``python -m campaign --way ranks --record`` writes.
+node; the agent's store goes; a rank hangs before a collective, is slow or dies in it; the two helpers are killed where
+memory is parked. Steps come from ``ranks.json``, which ``python -m campaign --way ranks --record`` writes.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ AT_POINTS = (
     *("kill-limosa", "kill-worker", "kill-both", "sigint", "sigterm", "sigint-twice", "job-killed"),
     *("member-killed", "member-killed+kill-both", "job-killed+kill-both"),
     *("stop", "stop-for-good", "stop+kill-both", "job-nofile"),
+    *("store-gone", "store-gone+kill-both"),
 )
 WITH_HELPERS = ("kill-vault", "kill-mover", "kill-mover-both", "kill-vault-both", "member-killed+kill-mover")
 
@@ -69,6 +70,12 @@ def calls(victim: str) -> tuple[str, ...]:
     assert ranks is not None
     none = {"step:nccl-sendrecv": not ranks.p2p, "ncclGroupEnd": not (ranks.p2p or ranks.groups)}
     return tuple(name for name in COMPUTING if not none.get(name))
+
+
+def starves(victim: str, fault: str) -> bool:
+    """Whether the ranks end because their store is gone: they wait for each other there."""
+    ranks = SHAPES[victim].ranks
+    return fault.startswith("store-gone") and ranks is not None and ranks.meets > 0
 
 
 def enumerate_all(known: dict[str, Any]) -> Iterator[Case]:
@@ -91,7 +98,7 @@ def _points(operation: str, steps: dict[str, Any]) -> Iterator[tuple[str, str]]:
         for fault in (*AT_POINTS, *WITH_HELPERS):
             if asked and fault not in parked.WHILE_CRIU_ASKS:
                 continue
-            if not there and fault.startswith(("job-", "stop", "member-")):
+            if not there and fault.startswith(("job-", "stop", "member-", "store-")):
                 continue  # there is nobody yet
             if all(one in living or one in ("kill", "both", "limosa") for one in parked.doomed(fault)):
                 yield step, fault

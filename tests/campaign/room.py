@@ -262,6 +262,8 @@ class Room:
             send_signal(job.cuda_pids[1], signal.SIGKILL)
             if not job.known.ranks:  # whose agent ends all
                 job.missing.add(1)
+        elif what == "store-gone":
+            job.lose_store()
         elif what.startswith("fill"):
             half = max(1, self.ground.gpus // 2)
             wanted = {(p + half) % self.ground.gpus for p in self.home} | (
@@ -480,6 +482,8 @@ class Room:
         operation, _ = BROKEN.get(case.operation, (case.operation, ""))
         if "b" in self.jobs and operation != "swap":
             self.end("b")
+        if "a" in self.jobs and self.jobs["a"].storeless:
+            self.end("a")
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.base / "images" / "image-new")
         if operation in ("restore", "restore-to"):

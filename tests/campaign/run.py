@@ -407,9 +407,10 @@ class Run(Fault):
         for other in self.jobs[1:]:
             if room.state(other) in ASIDE:
                 room.well(["resume", str(other.pid), "-o", "json"])
+        starves = ranks.starves(self.case.victim, self.fault) and job.storeless
         if state in ASIDE:
             room.well(["resume", str(job.pid), "-o", "json"])
-        elif state == "gone":
+        elif state == "gone" and not starves:
             job.kill()  # a child that it has left behind
             room.reap()
             path = image if image.exists() else self.image
@@ -418,6 +419,12 @@ class Run(Fault):
                 return
             if self.image is None or self._thorough(2):
                 room.well(["restore", str(path), "-o", "json"])
+        if starves:  # as without Limosa
+            if not _until(lambda: not job.alive(), 5.0):
+                problems.append("ranks that have no store to meet at go on")
+            room.end("a")
+            self.leaks(alone=True)
+            return
         job.look()
         if any(one.missing for one in self.jobs):
             self._all_go_on()

@@ -50,7 +50,7 @@ class Ranks(NamedTuple):
         groups: what belongs together is called in groups.
         nonblocking: communicators are made with blocking=0.
         late: milliseconds by which each is late, at most.
-        meets: after so many epochs they wait for each other on the host.
+        meets: after so many epochs they wait for each other on the host, at the agent's store.
     """
 
     numbers: int = 700
@@ -162,7 +162,7 @@ class Slot:
     WORDS = 64
 
 
-COMMANDS = {"exit": 1, "fork": 2, "join": 3, "spin": 4, "callback": 5}
+COMMANDS = {"exit": 1, "fork": 2, "join": 3, "spin": 4, "callback": 5, "lose-store": 6}
 
 
 def sees(folder: Path) -> Path:

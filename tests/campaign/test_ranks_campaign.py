@@ -42,7 +42,7 @@ def test_the_sample_has_every_operation_victim_and_fault_of_ranks() -> None:
         assert {getattr(c, field) for c in picked} == {getattr(c, field) for c in everything}
     kinds = {cases.kind_of_fault(c.fault) for c in everything}
     assert {cases.kind_of_fault(c.fault) for c in picked} == kinds
-    assert {"member-killed", "stop", "kill-both"} <= kinds
+    assert {"member-killed", "stop", "kill-both", "store-gone"} <= kinds
     assert all(cases.Case.named(case.name) == case for case in everything)
 
 

@@ -337,6 +337,10 @@ def main(shape: str, folder: str, ptx: str, first: int) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(str(first))
         os.environ["LIMOSA_SEES"], first = str(file), 0
+    if known.ranks is not None:
+        from campaign import rank
+
+        ends = rank.connections(len(known.processes) - 1)
     slot = 0
     for child in range(1, len(known.processes) + known.idle):
         if os.fork() == 0:
@@ -350,9 +354,7 @@ def main(shape: str, folder: str, ptx: str, first: int) -> None:
             time.sleep(0.01)
     try:
         if known.ranks is not None:
-            from campaign import rank
-
-            rank.main(known, memory, slot, first)
+            rank.main(known, memory, slot, first, ends)
         Process(shape, memory, slot, image, first).run()
     except BaseException as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")

@@ -108,9 +108,14 @@ class Ranks:
         assert self.steps() == [last] * len(self.files())
         self.is_as_its_twin()
 
+    @property
+    def twin(self) -> Path:
+        """Where an undisturbed run writes to."""
+        return Path(self.node.place / f"{self.folder.name}-twin")
+
     def is_as_its_twin(self) -> None:
         """Every step of every rank has the bits that an undisturbed run has."""
-        twin = self.node.place / f"{self.folder.name}-twin"
+        twin = self.twin
         twin.mkdir()
         self.node.run(self._argv(twin, max(self.steps()), []), limit=60)
         for path in self.files():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from soft_command import Held, name_of, named, waits_for
 from soft_ranks import Ranks, signalled
 
+from limosa.native.build import compilers
 from limosa.parking.shim import Shim
 from limosa.process.identity import Identity
 
@@ -82,6 +84,23 @@ def test_whatever_the_ranks_do(two: Any, options: list[str]) -> None:
     job.finish()
 
 
+def test_communicators_have_the_names_and_the_settings_that_they_had(two: Any) -> None:
+    """Also where the texts were the program's, and are long gone."""
+    job = Ranks(two, "--named", "--nonblocking", "--watchdog")
+    for _ in range(2):
+        two.says(0, "", "move", job.pid, *SWAP)
+        job.goes_on()
+    job.finish()
+    for rank in range(2):
+        told, twin = ((folder / f"rank-{rank}.config").read_text() for folder in (job.folder, job.twin))
+        assert told == twin
+        world, parity = ({word.split("=")[0]: word for word in line.split()} for line in told.splitlines())
+        assert "commName=b'world of 2'" in told.splitlines()[0]
+        assert "commName=b'parity of 2'" in told.splitlines()[1]
+        for words in (world, parity):
+            assert {"blocking=0", "netName=b'Socket'", "minCTAs=2", "maxCTAs=8", "splitShare=1"} <= set(words.values())
+
+
 def test_communicators_that_are_made_after_others_have_ended_have_handles_of_their_own(two: Any) -> None:
     """In each step one ends and one is made; a move puts new real ones where others were."""
     job = Ranks(two, "--anew")
@@ -97,6 +116,28 @@ def test_what_cannot_be_made_again_is_refused_before_anything_is_touched(two: An
     for verb in (["move", *SWAP], ["suspend"], ["checkpoint", "--output", two.place / "image"]):
         two.says(13, why, verb[0], job.pid, *verb[1:])
     assert job.open() == [True, True]
+    job.goes_on()
+    job.finish()
+
+
+LINKED = "extern int ncclSoftgpuConfig(void *, void *);\nint use(void) { return ncclSoftgpuConfig(0, 0); }\n"
+
+
+@pytest.mark.parametrize("by", ["called", "linked"])
+def test_a_function_that_is_newer_than_the_list_is_refused_by_name(two: Any, tmp_path: Path, by: str) -> None:
+    """To ask for it by ``dlsym`` is not to call it; to be linked with it may be."""
+    if by == "called":
+        job = Ranks(two, "--newer")
+    else:
+        compiler = [*compilers()[0], "-shared", "-fPIC", "-xc", "-", "-o", str(tmp_path / "l.so")]
+        subprocess.run(compiler, input=LINKED, text=True, check=True)
+        job = Ranks(two, "--load", tmp_path / "l.so")
+    for verb in (["move", *SWAP], ["suspend"], ["checkpoint", "--output", two.place / "image"]):
+        said = two.says(13, "nccl-newer", verb[0], job.pid, *verb[1:])
+        assert "ncclSoftgpuConfig" in said["error"]["message"]
+    assert job.open() == [True, True]
+    job.goes_on()
+    two.says(0, "", "move", job.pid, *SWAP, "--force=nccl-newer")
     job.goes_on()
     job.finish()
 
@@ -304,6 +345,40 @@ def test_a_rank_that_is_killed_while_it_is_being_stopped(two: Any) -> None:
     two.limosa("recover")
     waits_for(two, lambda: [p for p in two.processes() if name_of(p) not in ("limosa-vault", "limosa-mover")] == [])
     job.is_as_its_twin()
+
+
+@pytest.mark.parametrize("linger", [0, 4], ids=["both", "one"])
+def test_a_rank_that_exits_well_while_it_is_being_stopped(two: Any, linger: int) -> None:
+    """It ends its communicators and exits with 0, which no gate holds up: the others are let on."""
+    job = Ranks(two, "--abort", "--linger", linger)
+    rule = two.switches.add(f"function=ncclAllReduce caller={job.pids[1]} hang")
+    waits_for(two, lambda: two.switches.count(rule) > 0)
+    (job.folder / "until").write_text("1")
+    process = two.later("move", job.pid, *SWAP)
+    two.reaches(process, "communicators begin")
+    two.switches.remove(rule)
+    answer = two.ends(process)
+    assert answer.rc in (0, 10, 21), answer
+    assert job.open() == [True, True]
+    waits_for(two, lambda: job.verdict() != "")
+    assert job.verdict() == "right", job.words()
+    two.limosa("recover")
+    waits_for(two, lambda: [p for p in two.processes() if name_of(p) not in ("limosa-vault", "limosa-mover")] == [])
+    job.is_as_its_twin()
+
+
+def test_a_rank_that_ends_its_communicators_before_the_others_is_said_to_be_one_that_ends(two: Any) -> None:
+    """Its peers have a communicator then with a rank that there is no more. Nothing is touched, and all end well."""
+    job = Ranks(two)
+    rule = two.switches.add(f"function=ncclCommDestroy caller={job.pids[1]} hang")
+    (job.folder / "until").write_text("1")
+    waits_for(two, lambda: two.switches.count(rule) > 0)
+    reasons = two.says(13, "", "move", job.pid, *SWAP)["error"]["reasons"]
+    (reason,) = [reason for reason in reasons if reason["id"] == "nccl-ranks"]
+    assert reason["hint"].endswith("; if its ranks are just ending, let them")
+    two.switches.remove(rule)
+    waits_for(two, lambda: job.verdict() != "")
+    assert job.verdict() == "right", job.words()
 
 
 @pytest.mark.parametrize("function", ["ncclGetUniqueId", "ncclCommInitRank*"])

@@ -125,6 +125,23 @@ def test_two_jobs_that_share_a_communicator_are_refused_and_named(three: Any) ->
     (folder / "end").touch()
 
 
+@pytest.mark.timeout(180)
+def test_ranks_that_nobody_finds_are_said_to_be_on_another_machine_perhaps(three: Any) -> None:
+    """One that no shim tells of is as far away as one on another node."""
+    folder = three.place / "apart"
+    folder.mkdir()
+    three.popen([sys.executable, PROGRAMS / "nccl_apart.py", folder, "0", "2"], start_new_session=True)
+    pid = run(three, "here", PROGRAMS / "nccl_apart.py", folder, 1, 2)
+    goes_on(three, folder)
+    one_run = "start all ranks by one limosa run on one machine, and they are one job: limosa run -- torchrun …"
+    refused(three, pid, "", f"{one_run}; a job whose ranks are on several machines cannot be moved yet")
+    found = shown(three)[pid]
+    assert found["movable"] is False
+    assert ranks_of(found, pid) == [(1, 2, 1)]
+    goes_on(three, folder)
+    (folder / "end").touch()
+
+
 def refused(node: Any, pid: int, who: str, way_out: str) -> None:
     """Each verb refuses it by name before anything is touched, once, and says whose the other ranks are."""
     verbs = (

@@ -2,7 +2,8 @@
 
 A model: threads are ranks, with the shim's own gate (``comms.c``, loaded once for each) and Limosa's own ``Meeting``.
 What they run is drawn: communicators of some of the ranks, groups, sends and receives, waits for what was begun,
-barriers by way of the host, a second thread with communicators of its own, ranks that are late.
+barriers by way of the host, a second thread with communicators of its own, ranks that are late. Communicators are made,
+split and ended on the way: each of these waits for its peers inside the gate, as NCCL does.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import subprocess
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,92 +25,161 @@ from hypothesis import strategies as st
 
 from limosa.native.build import SHIM, compilers
 from limosa.operation.communicators.meeting import Meeting, Said
-from limosa.parking.answers import Comm, CommsLook, Counted, Want
-from limosa.parking.protocol import WANT, CommGate, Kind
+from limosa.parking import answers
+from limosa.parking.answers import CommsLook, Counted, Want
+from limosa.parking.protocol import COMM, WANT, CommGate, Kind
 
 RANKS = 4
 LIMIT = 6.0
+MOST = 80
+"""Communicators of one rank."""
 COMMS = ((0, 1, 2, 3), (0, 1), (2, 3), (1, 2, 3), (0, 3))
+"""There from the beginning."""
+INIT, SPLIT, END = -2, -3, -4
+"""In the place of a source, where -1 is a collective."""
+
+Call = tuple[int, int, int]
+"""Communicator, source, target."""
 
 
 class Event(NamedTuple):
-    """What some ranks do: ``calls`` as (communicator, source, target), source -1 for a collective."""
+    """What some ranks do: "call" (those together are a group), "wait" for all that was begun, "barrier", or "make"."""
 
-    what: str  # "call", "wait" (for all that was begun), "barrier"
-    calls: tuple[tuple[int, int, int], ...] = ()
+    what: str
+    calls: tuple[Call, ...] = ()
     ranks: tuple[int, ...] = ()
     thread: int = 0
+    children: tuple[int, ...] = ()
 
 
-def thread_of(comm: int) -> int:
-    return comm % 2
+class Program(NamedTuple):
+    """Which ranks each communicator has, and what happens; each thread does what it has a part in, in this order."""
+
+    members: tuple[tuple[int, ...], ...]
+    threads: tuple[int, ...]  # whose each is
+    events: tuple[Event, ...]
+
+
+class Drawn:
+    """A program that is being drawn."""
+
+    def __init__(self, draw: st.DrawFn):
+        self.draw = draw
+        self.members: list[tuple[int, ...]] = list(COMMS)
+        self.threads = [comm % 2 for comm in range(len(COMMS))]
+        self.alive = [[comm for comm, of in enumerate(self.threads) if of == thread] for thread in (0, 1)]
+
+    def event(self) -> Event:
+        draw, thread = self.draw, self.draw(st.integers(0, 1))
+        kinds = ("call",) * 4 + ("group", "wait", "barrier", "init", "split", "end")
+        kind = draw(st.sampled_from(kinds))
+        if kind == "barrier":
+            return Event(kind, ranks=tuple(range(RANKS)), thread=thread)
+        if kind == "wait":
+            return Event(kind, ranks=tuple(draw(st.sets(st.integers(0, RANKS - 1), min_size=1))), thread=thread)
+        if kind == "init" or not self.alive[thread]:
+            ranks = tuple(sorted(draw(st.sets(st.integers(0, RANKS - 1), min_size=2))))
+            return Event("make", ((self.new(thread, ranks), INIT, -1),), thread=thread)
+        if kind in ("split", "end"):
+            comm = draw(st.sampled_from(self.alive[thread]))
+            if kind == "end":
+                self.alive[thread].remove(comm)
+                return Event("make", ((comm, END, -1),), thread=thread)
+            colours = {rank: draw(st.booleans()) for rank in self.members[comm]}
+            groups = [tuple(rank for rank in colours if colours[rank] is one) for one in (False, True)]
+            children = tuple(self.new(thread, group) for group in groups if group)
+            return Event("make", ((comm, SPLIT, -1),), thread=thread, children=children)
+        return Event(
+            "call",
+            tuple(self.call(thread) for _ in range(draw(st.integers(2, 4)) if kind == "group" else 1)),
+            thread=thread,
+        )
+
+    def new(self, thread: int, ranks: tuple[int, ...]) -> int:
+        self.members.append(ranks)
+        self.threads.append(thread)
+        self.alive[thread].append(len(self.members) - 1)
+        return len(self.members) - 1
+
+    def call(self, thread: int) -> Call:
+        comm = self.draw(st.sampled_from(self.alive[thread]))
+        size = len(self.members[comm])
+        if size < 2 or not self.draw(st.booleans()):
+            return comm, -1, -1
+        source = self.draw(st.integers(0, size - 1))
+        return comm, source, (source + self.draw(st.integers(1, size - 1))) % size
 
 
 @st.composite
-def events(draw: st.DrawFn) -> Event:
-    kind = draw(st.sampled_from(("call", "call", "call", "group", "wait", "barrier")))
-    if kind in ("wait", "barrier"):
-        ranks = (
-            tuple(range(RANKS)) if kind == "barrier" else tuple(draw(st.sets(st.integers(0, RANKS - 1), min_size=1)))
-        )
-        return Event(kind, ranks=ranks, thread=draw(st.integers(0, 1)))
-    thread = draw(st.integers(0, 1))
-    calls = []
-    for _ in range(draw(st.integers(2, 4)) if kind == "group" else 1):
-        comm = draw(st.sampled_from([i for i in range(len(COMMS)) if thread_of(i) == thread]))
-        size = len(COMMS[comm])
-        source, target = -1, -1
-        if draw(st.booleans()):
-            source = draw(st.integers(0, size - 1))
-            target = (source + draw(st.integers(1, size - 1))) % size
-        calls.append((comm, source, target))
-    return Event("call", tuple(calls), thread=thread)
+def programs(draw: st.DrawFn) -> Program:
+    drawn = Drawn(draw)
+    events = tuple(drawn.event() for _ in range(draw(st.integers(4, 30))))
+    return Program(tuple(drawn.members), tuple(drawn.threads), events)
 
 
 class Model:
     """What ranks have begun, by what is counted; a call is done when all that take part have begun it."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: Program) -> None:
+        self.members, self.threads = program.members, program.threads
         self.lock = threading.Condition()
-        self.begun: dict[int, Counter[tuple[int, int, int]]] = {rank: Counter() for rank in range(RANKS)}
+        self.begun: dict[int, Counter[Call]] = {rank: Counter() for rank in range(RANKS)}
         self.barriers: Counter[int] = Counter()
         self.failed = False
 
-    def done(self, rank: int) -> bool:
-        return all(self.begun[other][what] >= n for what, n in self.begun[rank].items() for other in takes_part(what))
+    def done(self, rank: int, threads: Sequence[int] = (0, 1)) -> bool:
+        """Whether all is over that these threads have begun (who waited for another one's could wait for ever)."""
+        begun = self.begun[rank].items()
+        return all(self.begun_by_all(what, n) for what, n in begun if self.threads[what[0]] in threads)
 
-    def wait(self, true: object) -> None:
+    def begun_by_all(self, what: Call, n: int = 1) -> bool:
+        return all(self.begun[other][what] >= n for other in self.takes_part(what))
+
+    def takes_part(self, what: Call) -> Sequence[int]:
+        comm, source, target = what
+        members = self.members[comm]
+        return members if source < 0 else (members[source], members[target])
+
+    def begins(self, rank: int, what: Sequence[Call]) -> None:
+        with self.lock:
+            for call in what:
+                if rank in self.takes_part(call):
+                    self.begun[rank][call] += 1
+            self.lock.notify_all()
+
+    def wait(self, true: Callable[[], bool]) -> None:
         end = time.monotonic() + LIMIT
         with self.lock:
-            while not true():  # type: ignore[operator]
+            while not true():
                 if self.failed or (not self.lock.wait(0.05) and time.monotonic() > end):
                     self.failed = True
                     raise TimeoutError
 
 
-def takes_part(what: tuple[int, int, int]) -> Sequence[int]:
-    comm, source, target = what
-    return COMMS[comm] if source < 0 else (COMMS[comm][source], COMMS[comm][target])
-
-
 class Rank:
     """One rank: its gate, and what its threads do."""
 
-    def __init__(self, library: Path, number: int, model: Model, program: Sequence[Event], late: float):
+    def __init__(self, library: Path, number: int, model: Model, program: Program, late: tuple[float, float]):
         self.c = ctypes.CDLL(str(library))
-        self.c.rank_comm.restype = ctypes.c_void_p
-        self.c.rank_comm.argtypes = [ctypes.c_uint64, ctypes.c_int, ctypes.c_int]
+        for new in (self.c.rank_comm, self.c.rank_begins, self.c.rank_splits):
+            new.restype, new.argtypes = ctypes.c_void_p, [ctypes.c_uint64, ctypes.c_int, ctypes.c_int]
+        self.c.rank_splits.argtypes = [ctypes.c_uint64]
+        self.c.rank_made.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
+        self.c.rank_ended.argtypes = [ctypes.c_void_p]
         self.c.rank_look.restype = ctypes.c_uint64
         self.c.rank_limit.argtypes = [ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint64]
         self.c.comms_in_child()  # as new
-        self.number, self.model, self.late = number, model, late
-        self.comms = {i: COMMS[i].index(number) for i in range(len(COMMS)) if number in COMMS[i]}
-        self.handles = {i: self.c.rank_comm(i + 1, len(COMMS[i]), rank) for i, rank in self.comms.items()}
-        scripts = [[e for e in program if e.thread == thread] for thread in (0, 1)]
+        self.number, self.model, (self.start, self.late) = number, model, late
+        self.handles: dict[int, int] = {}
+        for comm, members in enumerate(COMMS):
+            if number in members:
+                self.handles[comm] = self.c.rank_comm(comm + 1, len(members), members.index(number))
+        scripts = [[e for e in program.events if e.thread == thread] for thread in (0, 1)]
         self.threads = [threading.Thread(target=self.run, args=(s, t), daemon=True) for t, s in enumerate(scripts)]
 
     def run(self, script: Sequence[Event], thread: int) -> None:
         barriers = 0
+        time.sleep(self.start)
         try:
             for i, event in enumerate(script):
                 time.sleep(self.late * ((i * 7 + self.number * 3) % 4))
@@ -121,43 +191,61 @@ class Rank:
                         self.model.lock.notify_all()
                     self.model.wait(lambda key=key: self.model.barriers[key] >= RANKS)
                 elif event.what == "wait" and self.number in event.ranks:
-                    self.model.wait(lambda: self.model.done(self.number))
+                    self.model.wait(lambda: self.model.done(self.number, [thread]))
                 elif event.what == "call":
                     self.call(event.calls)
+                elif event.what == "make" and self.number in self.model.takes_part(event.calls[0]):
+                    self.make(event.calls[0], event.children)
         except TimeoutError:
             pass
 
-    def call(self, calls: Sequence[tuple[int, int, int]]) -> None:
+    def make(self, what: Call, children: Sequence[int]) -> None:
+        """A communicator comes, is split, or ends: a call that is over when all ranks have come to it."""
+        comm, kind, _ = what
+        members = self.model.members
+        if kind == INIT:
+            self.handles[comm] = self.c.rank_begins(comm + 1, len(members[comm]), members[comm].index(self.number))
+        self.enter([(comm, Kind.COLLECTIVE, -1)])
+        self.model.begins(self.number, [what])
+        made = [comm] if kind == INIT else [child for child in children if self.number in members[child]]
+        if kind == END:
+            self.c.rank_ended(self.handles[comm])
+        elif kind == SPLIT:
+            self.handles[made[0]] = self.c.rank_splits(made[0] + 1)
+        self.model.wait(lambda: self.model.begun_by_all(what))
+        for one in made:
+            self.c.rank_made(self.handles[one], len(members[one]), members[one].index(self.number))
+        self.c.comms_leave()
+
+    def enter(self, calls: Sequence[tuple[int, Kind, int]]) -> None:
+        n = len(calls)
+        handles = (ctypes.c_void_p * n)(*(self.handles[comm] for comm, _, _ in calls))
+        kinds, peers = (ctypes.c_int * n)(*(k for _, k, _ in calls)), (ctypes.c_int * n)(*(p for _, _, p in calls))
+        self.c.rank_enter(handles, kinds, peers, ctypes.c_size_t(n))
+
+    def call(self, calls: Sequence[Call]) -> None:
+        members = self.model.members
         mine: list[tuple[int, Kind, int]] = []
         for comm, source, target in calls:
-            if source < 0 and self.number in COMMS[comm]:
+            if source < 0 and self.number in members[comm]:
                 mine.append((comm, Kind.COLLECTIVE, -1))
-            elif source >= 0 and self.number == COMMS[comm][source]:
+            elif source >= 0 and self.number == members[comm][source]:
                 mine.append((comm, Kind.SEND, target))
-            elif source >= 0 and self.number == COMMS[comm][target]:
+            elif source >= 0 and self.number == members[comm][target]:
                 mine.append((comm, Kind.RECEIVE, source))
         if not mine:
             return
-        n = len(mine)
-        handles = (ctypes.c_void_p * n)(*(self.handles[comm] for comm, _, _ in mine))
-        kinds, peers = (ctypes.c_int * n)(*(k for _, k, _ in mine)), (ctypes.c_int * n)(*(p for _, _, p in mine))
-        self.c.rank_enter(handles, kinds, peers, ctypes.c_size_t(n))
-        with self.model.lock:
-            for call in calls:
-                if self.number in takes_part(call):
-                    self.model.begun[self.number][call] += 1
-            self.model.lock.notify_all()
+        self.enter(mine)
+        self.model.begins(self.number, calls)
         self.c.comms_leave()
 
     def said(self) -> Said:
-        collectives, pairs = (ctypes.c_uint64 * 16)(), (ctypes.c_uint64 * 1024)()
+        told, pairs = ctypes.create_string_buffer(COMM.size * MOST), (ctypes.c_uint64 * (16 * MOST))()
         wants = ctypes.create_string_buffer(WANT.size * 64)
-        n_pairs, n_wants = ctypes.c_size_t(), ctypes.c_size_t()
-        inside = self.c.rank_look(collectives, pairs, ctypes.byref(n_pairs), wants, ctypes.byref(n_wants))
-        comms = [
-            Comm((i + 1, 0), number + 1, collectives[number], rank, len(COMMS[i]), 0)
-            for number, (i, rank) in enumerate(self.comms.items())
-        ]
+        n_comms, n_pairs, n_wants = ctypes.c_size_t(), ctypes.c_size_t(), ctypes.c_size_t()
+        of = ctypes.byref
+        inside = self.c.rank_look(told, of(n_comms), pairs, of(n_pairs), wants, of(n_wants))
+        comms = list(answers.comms(told.raw[: COMM.size * n_comms.value], n_comms.value))
         counted = [
             Counted(pairs[4 * i], pairs[4 * i + 2], pairs[4 * i + 3], pairs[4 * i + 1]) for i in range(n_pairs.value)
         ]
@@ -202,14 +290,18 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
     phases=[Phase.generate], max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
-    program=st.lists(events(), min_size=4, max_size=30),
+    program=programs(),
     when=st.lists(st.floats(0, 0.02), min_size=1, max_size=3),
-    late=st.lists(st.sampled_from((0.0, 0.0005, 0.003)), min_size=RANKS, max_size=RANKS),
+    late=st.lists(
+        st.tuples(st.sampled_from((0.0, 0.004, 0.015)), st.sampled_from((0.0, 0.0005, 0.003))),
+        min_size=RANKS,
+        max_size=RANKS,
+    ),
 )
 def test_all_ranks_stop_at_one_point_and_go_on(
-    libraries: list[Path], program: list[Event], when: list[float], late: list[float]
+    libraries: list[Path], program: Program, when: list[float], late: list[tuple[float, float]]
 ) -> None:
-    model = Model()
+    model = Model(program)
     ranks = [Rank(library, i, model, program, late[i]) for i, library in enumerate(libraries)]
     for thread in itertools.chain(*(rank.threads for rank in ranks)):
         thread.start()

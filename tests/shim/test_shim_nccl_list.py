@@ -64,6 +64,8 @@ FRAMEWORKS = {
     Send
     """,
 }
+NO_NCCL_HAS = {"ncclSoftgpuConfig"}
+"""The software GPU's own, which stands for a function that is newer than the list."""
 # By nccl.h and nccl_device.h of 2.32.3: which argument is a communicator of the host's.
 COMMUNICATOR_AT = {
     0: """
@@ -128,14 +130,14 @@ def test_it_has_what_installed_libraries_export() -> None:
     for path in dict.fromkeys(installed()):
         said = subprocess.run(["nm", "-D", "--defined-only", path], capture_output=True, text=True, check=True).stdout
         there = {line.split()[-1].partition("@")[0] for line in said.splitlines()}
-        functions = {name for name in there if re.match("nccl[A-Z]", name)}
+        functions = {name for name in there if re.match("nccl[A-Z]", name)} - NO_NCCL_HAS
         assert functions, path
         assert functions - listed().keys() == set(), path
 
 
 def test_it_has_what_the_software_gpu_is_listed_with() -> None:
     soft = set(re.findall(r"FUNCTION\((\w+)\)", (SOFTGPU / "nccl_functions.list").read_text()))
-    assert soft - listed().keys() == set()
+    assert soft - listed().keys() == NO_NCCL_HAS
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

@@ -106,6 +106,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "ncclGroupStart": [],
     "ncclGroupEnd": [],
     "ncclGroupSimulateEnd": [c_void_p],
+    "ncclSoftgpuConfig": [_HANDLE, c_void_p],
 }
 
 # As a program that is linked with them finds them: a library that was preloaded comes before.

@@ -100,7 +100,7 @@ class Rank:
             self.store.set(key, nccl.unique_id().hex())
         unique = nccl.UniqueId.of(bytes.fromhex(self.store.get(key)))
         comm, made = ctypes.c_void_p(), self.options.made_by
-        at, config = ctypes.byref(comm), ctypes.byref(self.config())
+        at, config = ctypes.byref(comm), ctypes.byref(self.config(key))
         if made == "ncclCommInitRank":
             code = nccl.raw(made, at, self.n, unique, self.rank)
         elif made == "ncclCommInitRankScalable":
@@ -109,14 +109,20 @@ class Rank:
             code = nccl.raw(made, at, self.n, unique, self.rank, config)
         return self.ready(int(comm.value or 0), code)
 
-    def config(self) -> nccl.Config:
-        return nccl.Config(0 if self.options.nonblocking else 1)
+    def config(self, name: str) -> nccl.Config:
+        """That of a communicator; with --named it has something of everything, and its texts do not last."""
+        config = nccl.Config(0 if self.options.nonblocking else 1)
+        if self.options.named:
+            config.commName, config.netName = f"{name} of {self.n}".encode(), b"Socket"
+            config.minCTAs, config.maxCTAs, config.cgaClusterSize = 2, 8, 1
+            config.splitShare, config.trafficClass, config.nvlsCTAs = 1, 3, 4
+        return config
 
     def split(self, world: int) -> int:
         """A communicator of the ranks of the same parity."""
         comm = ctypes.c_void_p()
         code = nccl.raw(
-            "ncclCommSplit", world, self.rank % 2, self.rank, ctypes.byref(comm), ctypes.byref(self.config())
+            "ncclCommSplit", world, self.rank % 2, self.rank, ctypes.byref(comm), ctypes.byref(self.config("parity"))
         )
         return self.ready(int(comm.value or 0), code)
 
@@ -163,6 +169,8 @@ class Work:
             nccl.nccl("ncclCommRegister", self.world, self.sums, self.bytes, ctypes.byref(handle))
         if options.window:
             nccl.nccl("ncclCommWindowRegister", self.world, self.own, self.bytes, ctypes.byref(handle), 1)
+        if options.newer:
+            nccl.nccl("ncclSoftgpuConfig", self.world, ctypes.byref(nccl.Config()))
         if options.memory:
             nccl.nccl("ncclMemAlloc", ctypes.byref(handle), 3 << 20)
 
@@ -241,7 +249,20 @@ class Work:
                 return
             time.sleep(options.pause / 1000)
 
+    def tell(self, path: str) -> None:
+        """What its communicators were made with."""
+        found = []
+        for comm in (self.world, self.parity):
+            config = nccl.Config()
+            nccl.nccl("ncclSoftgpuConfig", comm, ctypes.byref(config))
+            found.append(" ".join(f"{name}={getattr(config, name)}" for name, _ in config._fields_))
+        Path(path).write_text("\n".join(found))
+
     def end(self) -> None:
+        if self.rank.options.abort:  # it waits for nobody
+            nccl.nccl("ncclCommAbort", self.parity)
+            nccl.nccl("ncclCommAbort", self.world)
+            return
         self.rank.destroy(self.parity)
         self.rank.destroy(self.world)
 
@@ -264,15 +285,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--elements", type=int, default=1 << 19)
     parser.add_argument("--barrier-every", type=int, default=0)
     parser.add_argument("--skew", type=float, default=0)
+    parser.add_argument("--linger", type=float, default=0, help="seconds that rank 0 stays at its end")
+    parser.add_argument("--load", help="a library that is loaded first")
     parser.add_argument("--made-by", default="ncclCommInitRankConfig")
     parser.add_argument("--late", type=float, default=0, help="seconds after which all but rank 0 begin")
-    ways = "p2p groups threads nonblocking capture operators watchdog anew register window memory"
+    ways = "p2p groups threads nonblocking capture operators watchdog anew register window memory newer abort named"
     for name in ways.split():
         parser.add_argument(f"--{name}", action="store_true")
     return parser.parse_args()
 
 
 def main(options: argparse.Namespace) -> int:
+    if options.load:
+        ctypes.CDLL(options.load)
     rank = Rank(options)
     works = [Work(rank, "world", 1)]
     failed = []
@@ -294,8 +319,12 @@ def main(options: argparse.Namespace) -> int:
     works[0].run(Lines(options.file), barrier=True)
     for thread in threads:
         thread.join()
+    if options.named:
+        works[0].tell(f"{options.file}.config")
     for work in works:
         work.end()
+    if rank.rank == 0:
+        time.sleep(options.linger)
     return 0
 
 

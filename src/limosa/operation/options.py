@@ -46,6 +46,7 @@ FORCEABLE = frozenset(
         "mount-namespace",
         "mps",
         "mps-server",
+        "nccl-newer",
         "nccl-ranks",
         "nccl-beside",
         "rank-to-come",

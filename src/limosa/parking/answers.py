@@ -69,6 +69,7 @@ class Comm(msgspec.Struct, frozen=True):
     memory: bool = False  # the process has memory of ncclMemAlloc
     again: bool = False  # Limosa has made it again an odd number of times
     strange: str = ""  # a function was called on it that Limosa cannot repeat
+    newer: str = ""  # a function that the shim does not know is called in the process, or linked with
 
 
 class Counted(msgspec.Struct, frozen=True):
@@ -177,9 +178,10 @@ def comms_look(said: Message) -> CommsLook:
 def comms(data: bytes, n: int) -> Iterator[Comm]:
     """Yield the communicators of one packet."""
     exactly(data, n * protocol.COMM.size)
-    for a, b, number, collectives, rank, ranks, device, flags, why in protocol.COMM.iter_unpack(data):
+    for a, b, number, collectives, rank, ranks, device, flags, named in protocol.COMM.iter_unpack(data):
         if not -1 <= rank < MOST_RANKS or not 0 <= ranks < MOST_RANKS or not -1 <= device < MOST_GPUS:
             raise Wrong(f"a communicator that there cannot be (rank {rank} of {ranks} on device {device})")
+        why = text(named.rstrip(b"\0"))
         yield Comm(
             (a, b),
             number,
@@ -192,7 +194,8 @@ def comms(data: bytes, n: int) -> Iterator[Comm]:
             captured=bool(flags & protocol.CAPTURED),
             memory=bool(flags & protocol.MEMORY),
             again=bool(flags & protocol.AGAIN),
-            strange=text(why.rstrip(b"\0")),
+            strange="" if flags & protocol.NEWER else why,
+            newer=why if flags & protocol.NEWER else "",
         )
 
 

@@ -40,7 +40,7 @@ LIMIT = struct.Struct("=3Q2I")
 JOIN = struct.Struct("=Q128s")
 UNIQUE_ID = 128
 """Bytes of ncclUniqueId."""
-JOINING, CLOSED, CAPTURED, STRANGE, MEMORY, AGAIN = 1, 2, 4, 8, 16, 32
+JOINING, CLOSED, CAPTURED, STRANGE, MEMORY, AGAIN, NEWER = 1, 2, 4, 8, 16, 32, 64
 """Flags of a communicator."""
 WORDS = 4096
 """Of 8 bytes, behind a message to the shim."""

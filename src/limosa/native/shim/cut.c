@@ -42,6 +42,9 @@ static struct comm_record record_of(const struct comm *comm)
     if (strange) {
         record.flags |= COMM_STRANGE;
         memcpy(record.why, strange, strnlen(strange, sizeof record.why - 1));
+    } else if ((strange = nccl_newer())) {
+        record.flags |= COMM_NEWER;
+        memcpy(record.why, strange, strnlen(strange, sizeof record.why - 1));
     }
     return record;
 }

@@ -37,22 +37,22 @@ static bool is_ours(const struct dl_phdr_info *info)
     return false;
 }
 
-/* Looks one library's exported symbols through. */
-static int look(struct dl_phdr_info *info, size_t size, void *data)
-{
-    struct wanted *wanted = data;
-    const char *name = strrchr(info->dlpi_name, '/');
-    const ElfW(Dyn) *dynamic = NULL;
-    const ElfW(Sym) *symbols = NULL;
-    const char *strings = NULL;
-    const uint32_t *gnu = NULL, *sysv = NULL;
+/* What a library says of its symbols. */
+struct tables {
+    const ElfW(Sym) * symbols;
+    const char *strings;
+    const uint32_t *gnu, *sysv;
+    struct relocations {
+        const ElfW(Rela) * first;
+        size_t bytes;
+    } data, calls;
+};
 
-    (void)size;
-    name = name ? name + 1 : info->dlpi_name;
-    if (!wanted->anywhere && strncmp(name, "libc.so", 7) && strncmp(name, "libdl.so", 8))
-        return 0;
-    if (is_ours(info))
-        return 0;
+static struct tables tables_of(const struct dl_phdr_info *info)
+{
+    const ElfW(Dyn) *dynamic = NULL;
+    struct tables found = {0};
+
     for (int i = 0; i < info->dlpi_phnum; i++)
         if (info->dlpi_phdr[i].p_type == PT_DYNAMIC)
             dynamic = (void *)(info->dlpi_addr + info->dlpi_phdr[i].p_vaddr);
@@ -61,14 +61,41 @@ static int look(struct dl_phdr_info *info, size_t size, void *data)
         uintptr_t at = dynamic->d_un.d_ptr < info->dlpi_addr ? info->dlpi_addr + dynamic->d_un.d_ptr
                                                              : dynamic->d_un.d_ptr;
         if (dynamic->d_tag == DT_SYMTAB)
-            symbols = (void *)at;
+            found.symbols = (void *)at;
         else if (dynamic->d_tag == DT_STRTAB)
-            strings = (void *)at;
+            found.strings = (void *)at;
         else if (dynamic->d_tag == DT_GNU_HASH)
-            gnu = (void *)at;
+            found.gnu = (void *)at;
         else if (dynamic->d_tag == DT_HASH)
-            sysv = (void *)at;
+            found.sysv = (void *)at;
+        else if (dynamic->d_tag == DT_RELA)
+            found.data.first = (void *)at;
+        else if (dynamic->d_tag == DT_RELASZ)
+            found.data.bytes = dynamic->d_un.d_val;
+        else if (dynamic->d_tag == DT_JMPREL)
+            found.calls.first = (void *)at;
+        else if (dynamic->d_tag == DT_PLTRELSZ)
+            found.calls.bytes = dynamic->d_un.d_val;
     }
+    return found;
+}
+
+/* Looks one library's exported symbols through. */
+static int look(struct dl_phdr_info *info, size_t size, void *data)
+{
+    struct wanted *wanted = data;
+    const char *name = strrchr(info->dlpi_name, '/');
+
+    (void)size;
+    name = name ? name + 1 : info->dlpi_name;
+    if (!wanted->anywhere && strncmp(name, "libc.so", 7) && strncmp(name, "libdl.so", 8))
+        return 0;
+    if (is_ours(info))
+        return 0;
+    struct tables tables = tables_of(info);
+    const ElfW(Sym) *symbols = tables.symbols;
+    const char *strings = tables.strings;
+    const uint32_t *gnu = tables.gnu, *sysv = tables.sysv;
     if (!symbols || !strings)
         return 0;
     uint32_t n = 0;
@@ -92,6 +119,52 @@ static int look(struct dl_phdr_info *info, size_t size, void *data)
             return 1;
         }
     return 0;
+}
+
+struct linked {
+    bool (*each)(const char *symbol, void *data);
+    void *data;
+};
+
+/* By what is to be put in their places: the number of symbols is not told by the tables of a program that exports none. */
+static bool look_linked(const struct tables *tables, struct relocations of, const struct linked *linked)
+{
+    for (size_t i = 0; of.first && i < of.bytes / sizeof *of.first; i++) {
+        const ElfW(Sym) *symbol = &tables->symbols[ELF64_R_SYM(of.first[i].r_info)];
+        if (ELF64_R_SYM(of.first[i].r_info) && symbol->st_shndx == SHN_UNDEF
+            && !linked->each(tables->strings + symbol->st_name, linked->data))
+            return false;
+    }
+    return true;
+}
+
+static int look_at_linked(struct dl_phdr_info *info, size_t size, void *data)
+{
+    const struct tables tables = tables_of(info);
+
+    (void)size;
+    if (is_ours(info) || !tables.symbols || !tables.strings)
+        return 0;
+    return !look_linked(&tables, tables.calls, data) || !look_linked(&tables, tables.data, data);
+}
+
+static int count_loaded(struct dl_phdr_info *info, size_t size, void *data)
+{
+    (void)size;
+    *(unsigned long long *)data = info->dlpi_adds;
+    return 1;
+}
+
+bool find_linked(bool (*each)(const char *symbol, void *data), void *data)
+{
+    static _Atomic unsigned long long known;
+    unsigned long long loaded = 0;
+
+    dl_iterate_phdr(count_loaded, &loaded);
+    if (atomic_exchange(&known, loaded) == loaded)
+        return false;
+    dl_iterate_phdr(look_at_linked, &(struct linked){each, data});
+    return true;
 }
 
 __attribute__((constructor(101))) static void find_begin(void)
@@ -162,7 +235,7 @@ __attribute__((visibility("hidden"), used)) struct answer shim_answer(void *libr
                                                                       const char *version)
 {
     find_begin();
-    if (symbol && library != RTLD_NEXT && !strncmp(symbol, "nccl", 4)) {
+    if (symbol && library != RTLD_NEXT && nccl_names(symbol)) {
         void *found = ask(library, symbol, version);
         return (struct answer){found ? nccl_instead(symbol, found) : NULL, found != NULL};
     }

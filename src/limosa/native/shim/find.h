@@ -8,5 +8,8 @@ void *find_in(void *library, const char *symbol); /* the library's own */
 void *find_in_driver(const char *symbol);
 void *find_driver(void); /* the program's own libcuda; NULL before it has loaded one */
 bool find_is_driver(const void *address); /* whether it lies in libcuda */
+/* Each name that the program, or a library of it, is linked with, until it answers false. False: no library was loaded since the
+ * last time, and nobody was asked. The loader's lock is held meanwhile. */
+bool find_linked(bool (*each)(const char *symbol, void *data), void *data);
 
 #endif

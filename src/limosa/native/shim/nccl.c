@@ -65,13 +65,19 @@ static int find_span(struct dl_phdr_info *info, size_t size, void *data)
     return 1;
 }
 
-static void *look_up(struct call *call)
+static void *libnccl(void)
 {
     static void *_Atomic library;
     void *handle = atomic_load(&library);
 
     if (!handle && (handle = dlopen("libnccl.so.2", RTLD_LAZY | RTLD_NOLOAD)))
         atomic_store(&library, handle);
+    return handle;
+}
+
+static void *look_up(struct call *call)
+{
+    void *handle = libnccl();
     void *real = handle ? find_in(handle, call->symbol) : NULL;
     if (real && !atomic_load(&own_end)) {
         struct span span = {(uintptr_t)real, 0, 0};
@@ -114,17 +120,35 @@ bool nccl_switched_on(void)
 }
 #define FROM_NCCL (!nccl_switched_on() || nccl_is_own(__builtin_return_address(0)))
 
+static void *newer_instead(const char *symbol, void *found);
+
+static int listed(const char *symbol)
+{
+    int at = 0;
+
+    while (at < NCCL_LISTED && strcmp(calls[at].symbol, symbol) != 0)
+        at++;
+    return at;
+}
+
+bool nccl_names(const char *symbol)
+{
+    symbol += *symbol == 'p';
+    return !strncmp(symbol, "nccl", 4) && symbol[4] >= 'A' && symbol[4] <= 'Z';
+}
+
 void *nccl_instead(const char *symbol, void *found)
 {
-    for (int at = 0; at < NCCL_LISTED; at++) {
-        void *hook = calls[at].hook;
-        if (!hook || strcmp(calls[at].symbol, symbol) != 0)
-            continue;
-        if (found == hook) /* the whole program was searched, and we were found first */
-            return nccl_real(at) ? hook : NULL;
-        return nccl_real(at) == found && nccl_switched_on() ? hook : found;
-    }
-    return found;
+    int at = listed(symbol + (*symbol == 'p')); /* the profilers' name is the same function's */
+
+    if (at == NCCL_LISTED)
+        return newer_instead(symbol, found);
+    void *hook = calls[at].hook;
+    if (!hook)
+        return found;
+    if (found == hook) /* the whole program was searched, and we were found first */
+        return nccl_real(at) ? hook : NULL;
+    return nccl_real(at) == found && nccl_switched_on() ? hook : found;
 }
 
 /* A program may come here first, before it has called the driver. */
@@ -335,6 +359,118 @@ static struct two question(int place, const void *caller, struct step *step)
 #include "../nccl/functions.list"
 #undef NCCL
 
+/* ---- functions that are newer than the list ---- */
+
+static const char *_Atomic newer;
+
+const char *nccl_newer(void)
+{
+    return atomic_load(&newer);
+}
+
+#define SPARE 64
+static struct spare {
+    void *_Atomic real;
+    const char *symbol;
+} spares[SPARE];
+static _Atomic int n_spares;
+
+/* Which of its arguments is a communicator is not known. A word that is one's handle by chance is no argument of it. */
+static struct two hand_on(const struct spare *spare, const void *caller, word *w)
+{
+    call12_two *behind = (call12_two *)atomic_load(&spare->real);
+    bool ours = nccl_switched_on() && !nccl_is_own(caller);
+
+    if (ours) {
+        atomic_store(&newer, spare->symbol);
+        while (!comms_ask())
+            comms_wait();
+        for (int i = 0; i < WORDS; i++) {
+            struct comm *comm = comms_find((void *)(uintptr_t)w[i]);
+            w[i] = comm ? (word)(uintptr_t)atomic_load(&comm->real) : w[i];
+        }
+    }
+    struct two result = behind(w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7], w[8], w[9], w[10], w[11]);
+    if (ours)
+        comms_leave();
+    return result;
+}
+
+#define SPARE_1(x)                                                                                                     \
+    static struct two spare_##x(TWELVE)                                                                                \
+    {                                                                                                                  \
+        return hand_on(&spares[0x##x], __builtin_return_address(0),                                                    \
+                       (word[WORDS]){a, b, c, d, e, f, g, h, i, j, k, l});                                             \
+    }
+/* clang-format off */
+#define SPARE_16(x)                                                                                                    \
+    SPARE_1(x##0) SPARE_1(x##1) SPARE_1(x##2) SPARE_1(x##3) SPARE_1(x##4) SPARE_1(x##5) SPARE_1(x##6) SPARE_1(x##7)    \
+        SPARE_1(x##8) SPARE_1(x##9) SPARE_1(x##a) SPARE_1(x##b) SPARE_1(x##c) SPARE_1(x##d) SPARE_1(x##e)              \
+            SPARE_1(x##f)
+SPARE_16(0) SPARE_16(1) SPARE_16(2) SPARE_16(3)
+
+#define HOOK_16(x)                                                                                                     \
+    spare_##x##0, spare_##x##1, spare_##x##2, spare_##x##3, spare_##x##4, spare_##x##5, spare_##x##6, spare_##x##7,    \
+        spare_##x##8, spare_##x##9, spare_##x##a, spare_##x##b, spare_##x##c, spare_##x##d, spare_##x##e, spare_##x##f
+static call12_two *const spare_hooks[SPARE] = {HOOK_16(0), HOOK_16(1), HOOK_16(2), HOOK_16(3)};
+/* clang-format on */
+
+/* What has no hook any more counts as called. */
+static void *newer_instead(const char *symbol, void *found)
+{
+    int place = 0;
+
+    if (!nccl_switched_on() || !nccl_real(AT_ncclGetVersion) || !nccl_is_own(found))
+        return found;
+    char *copy = strdup(symbol); /* before: another thread may fork in the allocator */
+    if (!copy)
+        return found;
+    comms_lock();
+    int known = atomic_load(&n_spares);
+    while (place < known && atomic_load(&spares[place].real) != found)
+        place++;
+    if (place == known && known < SPARE) {
+        spares[known].symbol = copy;
+        copy = NULL;
+        atomic_store(&spares[known].real, found);
+        atomic_store(&n_spares, known + 1);
+    }
+    comms_unlock();
+    if (place == SPARE) {
+        atomic_store(&newer, copy);
+        return found;
+    }
+    free(copy);
+    return (void *)spare_hooks[place];
+}
+
+struct linked_names {
+    size_t n;
+    char name[16][64];
+};
+
+static bool keep_name(const char *symbol, void *data)
+{
+    struct linked_names *found = data;
+
+    if (nccl_names(symbol) && listed(symbol) == NCCL_LISTED && strlen(symbol) < sizeof found->name[0])
+        strcpy(found->name[found->n++], symbol);
+    return found->n < sizeof found->name / sizeof found->name[0];
+}
+
+/* A call by a symbol of a name that the list does not have does not come through here. So to be linked with it is to have
+ * called it. Not by the shim's own thread: it waits for the loader. */
+static void look_for_newer(void)
+{
+    struct linked_names found = {0};
+
+    if (!find_linked(keep_name, &found))
+        return;
+    for (size_t i = 0; i < found.n && !atomic_load(&newer); i++)
+        if (find_in(libnccl(), found.name[i]))
+            atomic_store(&newer, strdup(found.name[i]));
+}
+
 /* ---- groups, as the application sees them ---- */
 
 EXPORT int ncclGroupStart(void)
@@ -450,6 +586,7 @@ static void settle(struct comm *comm)
     nccl(ncclCommCuDevice)(behind, &comm->device);
     if (!comm->context)
         comm->context = current();
+    look_for_newer();
     comm->joining = false;
 }
 

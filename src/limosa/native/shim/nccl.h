@@ -17,8 +17,11 @@ void *nccl_real(int place); /* NULL where the program has no libnccl, or none wi
 #define nccl(name) ((name##_type *)nccl_real(AT_##name))
 bool nccl_switched_on(void); /* whether communicators are looked after at all */
 bool nccl_is_own(const void *address); /* whether it lies in libnccl */
+bool nccl_names(const char *symbol); /* whether it is a name as NCCL's functions have, also those for profilers */
 /* What dlsym is to give instead of a function that really is at this address; the same where it is not taken over. */
 void *nccl_instead(const char *symbol, void *found);
+/* A function that the list does not have, and that was called, or that the program is linked with; NULL: none. */
+const char *nccl_newer(void);
 /* Memory that ncclMemAlloc gave and that was not freed. */
 unsigned nccl_memories(void);
 

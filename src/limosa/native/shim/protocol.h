@@ -72,8 +72,17 @@ struct record {
     uint32_t nothing;
 };
 
-/* COMM_AGAIN: it was made again an odd number of times. */
-enum { COMM_JOINING = 1, COMM_CLOSED = 2, COMM_CAPTURED = 4, COMM_STRANGE = 8, COMM_MEMORY = 16, COMM_AGAIN = 32 };
+/* COMM_AGAIN: it was made again an odd number of times. COMM_NEWER: the process calls, or may call, a function that is in no
+ * list. */
+enum {
+    COMM_JOINING = 1,
+    COMM_CLOSED = 2,
+    COMM_CAPTURED = 4,
+    COMM_STRANGE = 8,
+    COMM_MEMORY = 16,
+    COMM_AGAIN = 32,
+    COMM_NEWER = 64,
+};
 
 struct comm_record {
     uint64_t id[2]; /* the same in all ranks */
@@ -81,7 +90,7 @@ struct comm_record {
     uint64_t collectives;
     int32_t rank, ranks, device;
     uint32_t flags;
-    char why[32]; /* the function that makes it strange */
+    char why[32]; /* the function that makes it strange, or is newer */
 };
 
 struct pair_record {

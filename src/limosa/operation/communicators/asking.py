@@ -115,6 +115,10 @@ def _against(member: Member, comm: Comm) -> list[Reason]:
     if comm.strange:
         text = f"{who} has called {comm.strange}: Limosa cannot repeat that on a new communicator"
         return [Reason(id="nccl-function", text=text, exit_code=13, pid=member.pid)]
+    if comm.newer:
+        text = f"{who} calls {comm.newer}, or is linked with it: a function of NCCL that Limosa does not know"
+        hint = "a newer Limosa may know it; --force=nccl-newer if it is never called"
+        return [Reason(id="nccl-newer", text=text, exit_code=13, hint=hint, pid=member.pid, forceable=True)]
     if comm.captured:
         text = f"{who} has a CUDA graph with operations of NCCL in it: the graph holds the old connections"
         hint = "leave collectives out of the graphs; in PyTorch: no torch.cuda.graph around them"

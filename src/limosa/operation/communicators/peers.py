@@ -58,7 +58,8 @@ def named(pids: Sequence[int]) -> str:
 def way_out(pid: int, theirs: Sequence[int]) -> str:
     """What to do about a rank that has its peers in these processes (none: nobody knows where)."""
     if not theirs:
-        return f"{_ONE_RUN}; a job whose ranks are on several machines cannot be moved yet"
+        more = "a job whose ranks are on several machines cannot be moved yet; if its ranks are just ending, let them"
+        return f"{_ONE_RUN}; {more}"
     top = _common(pid, theirs)
     return f"name process {top}, from which all of them descend" if top else _ONE_RUN
 

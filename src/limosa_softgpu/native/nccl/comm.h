@@ -116,6 +116,7 @@ struct comm {
     char name[NAME_ROOM];
     int rank, n;
     bool blocking;
+    ncclConfig_t config; /* that it was made with; its texts are its own */
     CUcontext context;
     CUdevice device;
     struct shared *shared;

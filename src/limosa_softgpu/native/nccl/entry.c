@@ -136,6 +136,17 @@ EXPORT ncclResult_t ncclCommUserRank(ncclComm_t comm, int *rank)
     RETURN_COMM(tell(found, rank, found->rank));
 }
 
+/* No NCCL has it. So it shows what a configuration has become, and is, to whatever stands before libnccl, a function of a
+ * version that is yet to come. */
+EXPORT ncclResult_t ncclSoftgpuConfig(ncclComm_t comm, ncclConfig_t *config)
+{
+    ENTER_COMM(comm);
+    if (!config)
+        RETURN_COMM(wrong("no place for the configuration"));
+    *config = found->config; /* its texts are the communicator's */
+    RETURN_COMM(ncclSuccess);
+}
+
 /* No team where the handle is not a communicator's: there is no result that would say so. */
 EXPORT ncclTeam_t ncclTeamWorld(ncclComm_t comm)
 {
@@ -172,8 +183,26 @@ static bool blocks_by_default(void)
     return !said || atoi(said) != 0;
 }
 
+/* What a version older than this one does not have, or nobody has given, is undefined. */
+static void keep_config(struct comm *comm, const ncclConfig_t *given)
+{
+    const int none = NCCL_CONFIG_UNDEF_INT;
+    ncclConfig_t *config = &comm->config;
+
+    *config = (ncclConfig_t){.size = sizeof(*config), .magic = NCCL_CONFIG_MAGIC, .version = NCCL_VERSION_CODE};
+    config->blocking = config->cgaClusterSize = config->minCTAs = config->maxCTAs = none;
+    config->splitShare = config->trafficClass = config->collnetEnable = config->CTAPolicy = none;
+    config->shrinkShare = config->nvlsCTAs = config->nChannelsPerNetPeer = config->nvlinkCentricSched = none;
+    if (given)
+        memcpy(config, given, given->size < sizeof(*config) ? given->size : sizeof(*config));
+    config->size = sizeof(*config);
+    config->netName = config->netName ? strdup(config->netName) : NULL;
+    config->commName = config->commName ? strdup(config->commName) : NULL;
+}
+
 /* Make one and begin with it; the group does, if there is one. */
-static ncclResult_t begin(struct start start, const char *name, int n, int rank, bool blocking)
+static ncclResult_t begin(struct start start, const char *name, int n, int rank, const ncclConfig_t *config,
+                          bool blocking)
 {
     CUcontext context;
     CUdevice device;
@@ -188,6 +217,7 @@ static ncclResult_t begin(struct start start, const char *name, int n, int rank,
     comm->context = context;
     comm->device = device;
     comm->blocking = blocking;
+    keep_config(comm, config);
     comm->async = ncclInProgress;
     start.comm = comm;
     comm_list(comm);
@@ -213,7 +243,7 @@ static ncclResult_t init(ncclComm_t *to, int n, const void *id, size_t bytes, in
     if (result != ncclSuccess)
         return result;
     name_of(name, id, bytes);
-    return begin((struct start){.to = to}, name, n, rank, blocking);
+    return begin((struct start){.to = to}, name, n, rank, config, blocking);
 }
 
 EXPORT ncclResult_t ncclCommInitRank(ncclComm_t *comm, int n, ncclUniqueId id, int rank)
@@ -300,7 +330,8 @@ EXPORT ncclResult_t ncclCommSplit(ncclComm_t comm, int colour, int key, ncclComm
     pthread_mutex_lock(&found->mutex);
     struct start start = {.to = to, .parent = found, .colour = colour, .key = key, .split = ++found->splits};
     pthread_mutex_unlock(&found->mutex);
-    RETURN(begin(start, found->name, 1, 0, blocking)); /* the reference goes with it */
+    config = config ? config : &found->config;
+    RETURN(begin(start, found->name, 1, 0, config, blocking)); /* the reference goes with it */
 }
 
 static bool excluded(int rank, const int *list, int n)
@@ -352,7 +383,7 @@ EXPORT ncclResult_t ncclCommShrink(ncclComm_t comm, int *list, int n, ncclComm_t
     name_of(name, &unique, sizeof(unique));
     if (flags & NCCL_SHRINK_ABORT)
         stop(found);
-    RETURN_COMM(begin((struct start){.to = to}, name, left, rank, blocking));
+    RETURN_COMM(begin((struct start){.to = to}, name, left, rank, config ? config : &found->config, blocking));
 }
 
 /* ----------------------------------------------------------------------------------------------------- ending --- */

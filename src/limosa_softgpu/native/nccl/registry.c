@@ -5,6 +5,7 @@
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdbool.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -100,6 +101,8 @@ void comm_drop(struct comm *comm)
         free(comm->registrations);
         comm->registrations = next;
     }
+    free((void *)(uintptr_t)comm->config.netName);
+    free((void *)(uintptr_t)comm->config.commName);
     pthread_cond_destroy(&comm->changed);
     pthread_mutex_destroy(&comm->mutex);
     pthread_mutex_destroy(&comm->launching);
