@@ -454,7 +454,7 @@ static bool keep_name(const char *symbol, void *data)
     struct linked_names *found = data;
 
     if (nccl_names(symbol) && listed(symbol) == NCCL_LISTED && strlen(symbol) < sizeof found->name[0])
-        strcpy(found->name[found->n++], symbol);
+        memcpy(found->name[found->n++], symbol, strlen(symbol) + 1);
     return found->n < sizeof found->name / sizeof found->name[0];
 }
 
