@@ -24,6 +24,7 @@ from limosa.operation.recover_images import CRIU_PATIENCE, criu_of, entry_of, fi
 from limosa.operation.restored import end_tree
 from limosa.operation.results import Recovered
 from limosa.process.criu.lent import forget
+from limosa.process.identity import Identity
 from limosa.process.tree import job_tree
 from limosa.progress import Progress, ProgressFn
 from limosa.structs import ready
@@ -62,15 +63,28 @@ def recover_checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) 
             let_go_on(job_tree(root))
             thaw(str(frozen.data.get("folder")))
     entry = recover_images.recover_checkpoint(dead, driver, progress)
-    if frozen is not None and entry.state == JobState.GONE and is_committed(dead):
-        written = msgspec.convert(frozen.data, ready(_Written))
-        if written.runtime:  # which may have been told to end it, and not yet to take it away
-            args = written.runtime, written.program, written.configured, written.notes
-            runtime = runtime_of(*args)
+    if frozen is not None and entry.state == JobState.GONE:
+        written, root = msgspec.convert(frozen.data, ready(_Written)), dead.header.roots[0]
+        if written.runtime and is_committed(dead):
+            runtime = _runtime_of(written)
             found = runtime.find(written.container)
-            if found is not None and found.init in (None, dead.header.roots[0]):  # else it was restored since
-                runtime.remove(written.container)
+            if found is not None and found.init in (None, root):  # else it was restored since
+                runtime.remove(written.container)  # what may have been told to end it, and not yet to take it away
+        elif written.runtime and _began_anew(written, root):
+            entry.did += "; somebody has started its container anew since"
     return entry
+
+
+def _runtime_of(written: _Written) -> Runtime:
+    return runtime_of(written.runtime, written.program, written.configured, written.notes)
+
+
+def _began_anew(written: _Written, root: Identity) -> bool:
+    """Whether a container runs that was not brought back: it knows nothing of what its former process had computed."""
+    with contextlib.suppress(LimosaError, OSError):  # it is only told
+        found = _runtime_of(written).find(written.container)
+        return found is not None and found.init not in (None, root)
+    return False
 
 
 def _is_ending(dead: Journal) -> bool:
