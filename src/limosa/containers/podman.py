@@ -20,6 +20,7 @@ from limosa.containers.runtime import (
     Kept,
     Runtime,
     Volume,
+    bound,
     check_name,
     criu_said,
     flags,
@@ -79,7 +80,15 @@ class _Host(msgspec.Struct, rename={"uts": "UTSMode"}):
 class _Mount(msgspec.Struct, rename="pascal"):
     type: str = ""
     name: str = ""
+    source: str = ""
     destination: str = ""
+    may_write: bool = msgspec.field(default=False, name="RW")
+
+    def writes(self) -> list[str]:
+        """What of the machine it lets a container change, in words."""
+        if not self.may_write:
+            return []
+        return [f"volume {self.name}"] if self.type == "volume" and self.name else bound(self.source)
 
 
 class _Secret(msgspec.Struct, rename="pascal"):
@@ -145,6 +154,7 @@ class Podman(Runtime):
             ran=one.state.status not in _NEVER_RAN,
             published=_published(host),
             volumes=tuple(Volume(m.name, m.destination) for m in one.mounts if m.type == "volume" and m.name),
+            writes=tuple(word for m in one.mounts for word in m.writes()),
             log=host.log.path,
             restored=one.state.restored_at if one.state.restored else "",
             against=(

@@ -16,6 +16,7 @@ from limosa.containers.runtime import PRIVATE, SHARES, Contained, Runtime, check
 from limosa.containers.runtimes import known, runtime_of
 from limosa.errors import InvalidArgument, LimosaError, Reason
 from limosa.image import ContainerRecord
+from limosa.operation import clones
 from limosa.operation.journal import Member
 from limosa.process.identity import Identity
 from limosa.process.namespaces import is_ours
@@ -139,6 +140,8 @@ def return_reasons(record: ContainerRecord, name: str | None, bundle: str | None
         id_ = "container-name" if isinstance(error, InvalidArgument) else "container-runtime"
         return [Reason(id=id_, text=str(error), exit_code=error.exit_code, hint=error.hint)]
     found = [Reason(id=id_, text=text, exit_code=23, hint=hint) for id_, text, hint in against]
+    if not found:
+        found += clones.in_the_way(record, runtime, runtime.bundle_of(record, bundle or ""))
     if os.geteuid():
         found.append(Reason(id="permission", text="only root can bring a container back", exit_code=11, hint="sudo"))
     for port in sorted(listened_on(record.ports))[:_MOST_SAID]:

@@ -16,7 +16,8 @@ from limosa.containers.freezer import thaw
 from limosa.containers.runtime import Runtime
 from limosa.containers.runtimes import runtime_of
 from limosa.errors import CannotBeMoved, LimosaError
-from limosa.operation import container_gpus, driver_steps, recover_images
+from limosa.image import open_image
+from limosa.operation import clones, container_gpus, driver_steps, recover_images
 from limosa.operation.journal import Journal, Noted, Phase
 from limosa.operation.leftovers import connections_go_on, has_ended, let_go_on
 from limosa.operation.parked.gates import gate_was_opened
@@ -124,6 +125,9 @@ def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> 
         container_gpus.keep_only(root, members)
     except (LimosaError, OSError) as error:  # it runs, and goes on
         driver_steps.tell_what_stays(root.pid, error, tell)
+    with contextlib.suppress(LimosaError, OSError), open_image(dead.header.image, trust=False) as image:
+        if image.manifest.container is not None:
+            clones.keep_record(image.manifest.container, root)
     did = "finished it: the container runs" + (f" ({len(members)} with CUDA)" if members else "")
     return entry_of(dead, did=did, state="running")
 
