@@ -261,6 +261,10 @@ def test_left_running_it_goes_on_and_its_copies_do_as_well(desk: Desk, rootfs: P
         as_undisturbed(desk, rootfs, clone)
         assert gpus_of(desk, clone) == [number]
         assert clone.run("hostname").stdout.strip() == named, "not a name of its own"
+        if desk.runtime.name == "podman":  # which was told another name while it made it
+            hosts = [box.run("cat", "/etc/hosts").stdout for box in (one, clone)]
+            assert hosts == [hosts[0], hosts[0].replace(one.name, clone.name)]
+            assert f"{named} {clone.name}\n" in hosts[1]
     as_undisturbed(desk, rootfs, one)
 
 

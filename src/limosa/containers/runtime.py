@@ -65,6 +65,7 @@ class Contained(msgspec.Struct, frozen=True, kw_only=True):
     volumes: tuple[Volume, ...] = ()
     writes: tuple[str, ...] = ()  # what of the machine it may change: "volume NAME", "folder PATH", "file PATH"
     log: str = ""  # the file that its output goes to
+    hosts: str = ""  # the file that podman has written as its /etc/hosts
     namespace: str = ""  # of containerd's
     snapshotter: str = ""  # of containerd's, which keeps its root file system
     pod: str = ""  # "NAMESPACE/POD", where it is one's
