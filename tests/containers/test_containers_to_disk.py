@@ -582,7 +582,8 @@ def test_its_standard_input_can_be_written_to_again(desk_of: Callable[[str], Des
     client = attached(desk, one)
     client.stdin.write(b"one\nunread\n")
     one.wait_for("got one")
-    desk.checkpoint(one)
+    lost = [w["text"] for w in desk.checkpoint(one)["warnings"] if w["id"] == "container-input"]
+    assert [text.split()[0] for text in lost] == ([] if "--tty" in options else ["7"])
     assert client.wait(20) == 0
     desk.restore()
     again = desk.back()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import os
+import termios
+from array import array
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -21,6 +24,7 @@ from limosa.operation.journal import Member
 from limosa.process.identity import Identity
 from limosa.process.namespaces import is_ours
 from limosa.process.observation import FdObservation, JobObservation, ProcessObservation
+from limosa.process.openat import closing
 from limosa.process.slurp import lines
 from limosa.process.tree import descendants, job_tree, snapshot
 
@@ -185,6 +189,23 @@ def listened_on(ports: Collection[int]) -> set[int]:
 
 def _refused(id_: str, text: str, hint: str, root: Identity) -> Reason:
     return Reason(id=id_, text=text, exit_code=13, hint=hint, pid=root.pid)
+
+
+def unread_input(root: Identity) -> list[Reason]:
+    """Say how much was written to a container's standard input and not read yet: it does not come along.
+
+    The container may have put anything there. So what is opened for reading is a pipe without a name, and the very one
+    that was looked at.
+    """
+    waiting = array("i", [0])
+    with contextlib.suppress(OSError), closing(os.open(f"/proc/{root.pid}/fd/0", os.O_PATH | os.O_CLOEXEC)) as fd:
+        if os.readlink(f"/proc/self/fd/{fd}").startswith("pipe:["):
+            with closing(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)) as pipe:
+                fcntl.ioctl(pipe, termios.FIONREAD, waiting)
+    if waiting[0] <= 0:
+        return []
+    text = f"{waiting[0]} bytes that were written to its standard input were not read yet: they do not come along"
+    return [Reason(id="container-input", text=text, hint="write them again after the restore", pid=root.pid)]
 
 
 def as_seen_by_criu(observation: JobObservation) -> JobObservation:
