@@ -42,6 +42,7 @@ class Run(Fault):
         self.found: Found | None = None
         self.told: dict[str, Any] = {}
         self.problems: list[str] = []
+        self.recovered: list[str] = []
 
     def go(self) -> list[str]:
         """Prepares, disturbs, judges, brings back; what was wrong."""
@@ -221,6 +222,7 @@ class Run(Fault):
             problems += room.settle()
             errors = [one for one in again.answer.get("recovered", []) if one["exit_code"] not in (0, 41)]
             self.told["recovered"] = again.rc
+            self.recovered = [one["did"] for one in again.answer.get("recovered", [])]
             if again.rc not in (0, 41) or errors:
                 problems.append(f"recover failed: {again.rc} {errors or again.short()} {again.stderr[-300:]}")
         kept = ("disk.",) if self.case.operation in BROKEN else ("disk.rmdir", "disk.unlink")
@@ -358,7 +360,8 @@ class Run(Fault):
     def _remove_kept(self) -> None:
         """``recover`` leaves to ``rm`` a dump that was whole when its job ended, and what a disk does not let go."""
         for path in (self.room.base / "images").glob(".*limosa-partial*"):
-            if not self.jobs[0].alive() or self.case.step.startswith("disk."):
+            said = any(f"kept {path}," in did for did in self.recovered)  # what lives may have been started anew
+            if said or not self.jobs[0].alive() or self.case.step.startswith("disk."):
                 self.room.well(["rm", str(path), "-o", "json"])
 
     def _may_fail_to_undo(self) -> bool:

@@ -23,6 +23,7 @@ FOUND = (
     "recover-exchanged/runc/call.state.1/state-1",
     "restore/runc/run/none",
     "recover-writing/runc/run/limosa-nofile.0",
+    "checkpoint/podman/point.after-note-post-dump-done.0/restarted+kill-both",
 )
 """What failed when more of it was run, one of each cause (docs/reliability.md)."""
 

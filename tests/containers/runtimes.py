@@ -509,7 +509,9 @@ address = "{self.socket}.ttrpc"
         return self.start(*command, **{"gpus": (0,), **options})
 
     def known(self, name: str) -> Container:
-        return self._started(name, name, self._tasks()[name], self.logs[0])  # the task that it was has said which
+        log = self.logs[0]  # the task that it was has said which
+        own = sorted(log.parent.glob(f"{log.name}*.{name}"))  # of one that has come back under another name
+        return self._started(name, name, self._tasks()[name], own[0] if own else log)
 
     def names(self) -> list[str]:
         return self("containers", "list", "--quiet").stdout.split()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from containers.runtimes import Container
+from containers.runtimes import Container, bundle_config
 from soft_node import Node
 from test_containers_to_disk import Desk, as_undisturbed, begin, desk_of, gpus_of, recovered, until
 
@@ -99,3 +99,48 @@ def test_two_of_one_name_are_not_begun(desk: Desk, rootfs: Path) -> None:
     again = desk.back()
     as_undisturbed(desk, rootfs, again)
     assert gpus_of(desk, again) == [0]
+
+
+def with_folders(desk: Desk) -> Container:
+    """The job with a folder of the machine that it may change, and one that it may not; podman's with a volume, too."""
+    binds = []
+    for name, may in (("data", "rw"), ("models", "ro")):
+        (desk.place / name).mkdir()
+        binds.append((str(desk.place / name), f"/{name}", may))
+    if desk.runtime.name == "podman":
+        words = [f"--volume={source}:{target}:{may}" for source, target, may in binds]
+        return desk.job(options=[*words, f"--volume={desk.name('vol')}:/vol"])
+    if desk.runtime.name == "containerd":
+        return desk.job(
+            options=[f"--mount=type=bind,src={source},dst={to},options=rbind:{may}" for source, to, may in binds]
+        )
+    mounts = bundle_config("", "", [], (0,))["mounts"]
+    for source, target, may in binds:
+        mounts.append({"destination": target, "type": "bind", "source": source, "options": ["rbind", may]})
+    return desk.job(mounts=mounts)
+
+
+def test_what_a_clone_would_share_by_mistake_is_refused(desk: Desk, rootfs: Path) -> None:
+    one = with_folders(desk)
+    one.goes_on()
+    desk.checkpoint(one, "--leave-running")
+    shared = [f"folder {desk.place}/data"] + [f"volume {desk.name('vol')}"] * (desk.runtime.name == "podman")
+
+    def refused_by(other: str, name: str) -> None:
+        said = desk.restore("--to", 1, *bundle(desk, one, name), rc=23, name=name)["error"]
+        assert (said["id"], desk.runtime.has(desk.name(name))) == ("clone-shares", False)
+        assert f"{desk.runtime.name}:{desk.name(other)}" in said["message"]
+        assert ", ".join(shared) in said["message"]
+        assert "models" not in said["message"]
+
+    refused_by("train", "first")
+    desk.restore("--to", 1, *bundle(desk, one, "forced"), "--force=clone-shares", name="forced")
+    desk.limosa("rm", desk.image())
+    clone = desk.back("forced")
+    clone.goes_on()
+    desk.checkpoint(clone)  # an image of a clone is one of what that was made of
+    refused_by("train", "second")
+    desk.runtime.remove(one)
+    desk.restore("--to", 1, *bundle(desk, one, "alone"), name="alone")  # nobody else changes it
+    as_undisturbed(desk, rootfs, desk.back("alone"))
+    refused_by("alone", "third")

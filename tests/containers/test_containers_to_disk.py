@@ -261,6 +261,10 @@ def test_left_running_it_goes_on_and_its_copies_do_as_well(desk: Desk, rootfs: P
         as_undisturbed(desk, rootfs, clone)
         assert gpus_of(desk, clone) == [number]
         assert clone.run("hostname").stdout.strip() == named, "not a name of its own"
+        if desk.runtime.name == "podman":  # which was told another name while it made it
+            hosts = [box.run("cat", "/etc/hosts").stdout for box in (one, clone)]
+            assert hosts == [hosts[0], hosts[0].replace(one.name, clone.name)]
+            assert f"{named} {clone.name}\n" in hosts[1]
     as_undisturbed(desk, rootfs, one)
 
 
@@ -578,7 +582,8 @@ def test_its_standard_input_can_be_written_to_again(desk_of: Callable[[str], Des
     client = attached(desk, one)
     client.stdin.write(b"one\nunread\n")
     one.wait_for("got one")
-    desk.checkpoint(one)
+    lost = [w["text"] for w in desk.checkpoint(one)["warnings"] if w["id"] == "container-input"]
+    assert [text.split()[0] for text in lost] == ([] if "--tty" in options else ["7"])
     assert client.wait(20) == 0
     desk.restore()
     again = desk.back()

@@ -142,7 +142,8 @@ class Containerd(Runtime):
             image=record.image,
             image_id=parent,
             bundle=state.bundle if state is not None else "",
-            network=network_of(_namespaces(record)),
+            network=network_of(_spec(record).namespaces()),
+            writes=tuple(_spec(record).writes("/")),
             log=stdout.removeprefix("file://") if stdout.startswith("file:///") else "",
             namespace=api.namespace,
             snapshotter=record.snapshotter,
@@ -254,7 +255,8 @@ class Containerd(Runtime):
         """Start the task: the shim's runc brings it back from CRIU's files."""
         own = f"/proc/{os.getpid()}/fd"
         criu = message((_CRIU_IMAGES, f"{own}/{kept.images_fd}"), (_CRIU_WORK, f"{own}/{kept.work_fd}"))
-        stdout, stderr = (text if _may_log(text) else "" for text in (made_of.stdout, made_of.stderr))
+        texts = [_own_log(text, made.id, kept) for text in (made_of.stdout, made_of.stderr)]
+        stdout, stderr = (text if _may_log(text) else "" for text in texts)
         api.ask(
             "tasks.v1.Tasks/Create",
             (1, made.id),
@@ -371,10 +373,10 @@ def _end_shim(pid: int, operation: str) -> None:
 # --- what stands against it -----------------------------------------------------------------------------------
 
 
-def _namespaces(record: Record) -> dict[str, str]:
+def _spec(record: Record) -> Spec:
     with contextlib.suppress(msgspec.DecodeError):
-        return msgspec.json.decode(record.spec, type=ready(Spec)).namespaces()
-    return {}
+        return msgspec.json.decode(record.spec, type=ready(Spec))
+    return Spec()
 
 
 def _why_it_stays(record: Record, pod: str) -> str:
@@ -398,7 +400,7 @@ def _against(record: Record, task: Message | None, pod: str, parent: str) -> Ite
     if not record.snapshot or not parent:
         yield "container-image", "its root file system is no snapshot of an image"
     if not pod:
-        yield from joined_namespaces(_namespaces(record))
+        yield from joined_namespaces(_spec(record).namespaces())
 
 
 # --- making it ------------------------------------------------------------------------------------------------
@@ -455,6 +457,11 @@ def _in_own_cgroup(spec: bytes, name: str) -> bytes:
     except (msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
         raise FailedUndone(what="naming the container's cgroup", detail=str(error)) from error
     return msgspec.json.encode(told)
+
+
+def _own_log(uri: str, id_: str, kept: Kept) -> str:
+    """Where a container's output goes: one of another name, a clone perhaps, has a file of its own beside the first."""
+    return uri if kept.own_name or not uri.startswith("file://") else f"{uri}.{id_}"
 
 
 def _may_log(uri: str) -> bool:

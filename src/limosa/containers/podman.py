@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
@@ -20,6 +21,7 @@ from limosa.containers.runtime import (
     Kept,
     Runtime,
     Volume,
+    bound,
     check_name,
     criu_said,
     flags,
@@ -31,6 +33,7 @@ from limosa.image import ContainerRecord
 from limosa.process.criu.lent import was_lent
 from limosa.process.criu.stats import DumpStats
 from limosa.process.identity import Identity
+from limosa.process.openat import closing
 from limosa.process.slurp import head
 from limosa.structs import ready
 
@@ -46,6 +49,7 @@ _HINT = "--name: under another name it gets another address"
 _ANY_ADDRESS = ("", "0.0.0.0", "::", "[::]")  # noqa: S104 - what podman notes
 _SHARED = ("container:", "ns:")
 _MOST_ARGUMENTS = 1 << 16
+_MOST_HOSTS = 1 << 20
 _ROOT_CHANGES = "rootfs-diff.tar"  # podman puts together what goes into its archive
 
 
@@ -79,7 +83,15 @@ class _Host(msgspec.Struct, rename={"uts": "UTSMode"}):
 class _Mount(msgspec.Struct, rename="pascal"):
     type: str = ""
     name: str = ""
+    source: str = ""
     destination: str = ""
+    may_write: bool = msgspec.field(default=False, name="RW")
+
+    def writes(self) -> list[str]:
+        """What of the machine it lets a container change, in words."""
+        if not self.may_write:
+            return []
+        return [f"volume {self.name}"] if self.type == "volume" and self.name else bound(self.source)
 
 
 class _Secret(msgspec.Struct, rename="pascal"):
@@ -101,6 +113,7 @@ class _Inspected(msgspec.Struct, rename="pascal"):
     config: _Config = msgspec.field(default_factory=_Config)
     mounts: list[_Mount] = []
     static_dir: str = ""
+    hosts_path: str = ""
 
 
 class Podman(Runtime):
@@ -145,7 +158,9 @@ class Podman(Runtime):
             ran=one.state.status not in _NEVER_RAN,
             published=_published(host),
             volumes=tuple(Volume(m.name, m.destination) for m in one.mounts if m.type == "volume" and m.name),
+            writes=tuple(word for m in one.mounts for word in m.writes()),
             log=host.log.path,
+            hosts=one.hosts_path,
             restored=one.state.restored_at if one.state.restored else "",
             against=(
                 *((SHARES, text) for text in shared),
@@ -266,6 +281,8 @@ class Podman(Runtime):
         said = self._run("rename", "--", contained.id, name)
         if said.rc:
             raise FailedUndone(what=f"naming the container {name}", detail=said.why)
+        with contextlib.suppress(OSError):
+            _rename_in_hosts(contained.hosts, contained.name, name)
 
     def remove_made(self, word: str, bundle: str, operation: str) -> None:
         found = self.find(word)
@@ -295,6 +312,24 @@ class Podman(Runtime):
 def _keeps_id(record: ContainerRecord, name: str) -> bool:
     """Whether a container is to have the address that it had: podman brings it back with its id and its name alone."""
     return name == record.name and record.network == PRIVATE and _ID.fullmatch(record.id) is not None
+
+
+def _rename_in_hosts(path: str, before: str, name: str) -> None:
+    """Write a container's new name into its /etc/hosts: podman leaves the one there that it was made under.
+
+    The file is bound into the container, so it stays the same one. It is the container's to change: nothing else of
+    it is touched, and no link is followed.
+    """
+    if not path or not start.trusted(path):
+        return
+    with closing(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)) as fd:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return
+        was = os.pread(fd, _MOST_HOSTS + 1, 0)
+        now = re.sub(rb"(?<=\s)" + re.escape(before.encode()) + rb"(?=\s)", name.encode(), was)
+        if len(was) <= _MOST_HOSTS and now != was:
+            os.pwrite(fd, now, 0)
+            os.ftruncate(fd, len(now))
 
 
 def _published(host: _Host) -> tuple[int, ...]:

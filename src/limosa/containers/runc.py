@@ -19,6 +19,7 @@ from limosa.containers.runtime import (
     Kept,
     Runtime,
     alive,
+    bound,
     check_name,
     criu_said_in,
     flags,
@@ -43,10 +44,36 @@ class _Linux(msgspec.Struct, rename="camel"):
     cgroups_path: str = ""
 
 
+class _Mount(msgspec.Struct):
+    type: str = ""
+    source: str = ""
+    options: list[str] = []
+
+
+class _Root(msgspec.Struct):
+    path: str = ""
+    readonly: bool = False
+
+
 class Spec(msgspec.Struct):
     """What is read of a container's specification (config.json)."""
 
     linux: _Linux = msgspec.field(default_factory=_Linux)
+    mounts: list[_Mount] = []
+    root: _Root = msgspec.field(default_factory=_Root)
+
+    def writes(self, bundle: str) -> list[str]:
+        """Return what of the machine it lets its container change, in words.
+
+        Args:
+            bundle: its bundle, which paths in it are of.
+        """
+        binds = [m for m in self.mounts if m.type == "bind" or {"bind", "rbind"} & set(m.options)]
+        return [w for m in binds if "ro" not in m.options for w in bound(os.path.join(bundle, m.source))]
+
+    def root_of(self, bundle: str) -> list[str]:
+        """Return its root file system, in words; none where that is read-only."""
+        return [] if self.root.readonly or not self.root.path else bound(os.path.join(bundle, self.root.path))
 
     def namespaces(self) -> dict[str, str]:
         """Return the namespaces that it has: kind → path of the one that it joins, or ""."""
@@ -82,6 +109,7 @@ class Runc(Runtime):
             init=alive(Identity(state.pid, state.start_time)),
             bundle=state.bundle,
             network=network_of(namespaces),
+            writes=tuple(_writes(spec, state.bundle)),
             against=tuple(against),
         )
 
@@ -109,6 +137,9 @@ class Runc(Runtime):
 
     def bundle_of(self, record: ContainerRecord, bundle: str) -> str:
         return os.path.realpath(bundle or record.bundle)  # as runc notes it, which makes it its working directory
+
+    def may_write(self, record: ContainerRecord, bundle: str) -> list[str]:
+        return _writes(read(bundle, "config.json", Spec), bundle)  # the one that it is to have says so itself
 
     def alone(self, record: ContainerRecord, name: str, bundle: str) -> tuple[list[str], list[str]]:
         made, used = super().alone(record, name, bundle)
@@ -177,6 +208,10 @@ class Runc(Runtime):
         said = self._run("--root", state.folder, "delete", "--force", "--", id_, on_start=on_start)
         if said.rc and self._state(id_) is not None:
             raise FailedUndone(what="runc delete", detail=said.why)
+
+
+def _writes(spec: Spec | None, bundle: str) -> list[str]:
+    return [*spec.root_of(bundle), *spec.writes(bundle)] if spec is not None else []
 
 
 def network_of(namespaces: Mapping[str, str]) -> str:

@@ -63,7 +63,9 @@ class Contained(msgspec.Struct, frozen=True, kw_only=True):
     ran: bool = True  # whether it runs, or has
     published: tuple[int, ...] = ()  # TCP ports of the machine that its runtime leads to it
     volumes: tuple[Volume, ...] = ()
+    writes: tuple[str, ...] = ()  # what of the machine it may change: "volume NAME", "folder PATH", "file PATH"
     log: str = ""  # the file that its output goes to
+    hosts: str = ""  # the file that podman has written as its /etc/hosts
     namespace: str = ""  # of containerd's
     snapshotter: str = ""  # of containerd's, which keeps its root file system
     pod: str = ""  # "NAMESPACE/POD", where it is one's
@@ -107,6 +109,18 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     publish: tuple[str, ...] = ()
     on_start: Callable[[Identity], None] = calls.nobody
     tick: Callable[[], None] = lambda: None
+
+
+def bound(source: str) -> list[str]:
+    """Return what a container may change by a bind of something of the machine's, in words: none of devices, sockets.
+
+    Args:
+        source: what is bound, where that is not read-only.
+    """
+    place = os.path.realpath(source)
+    if f"{place}/".startswith("/dev/") or not (os.path.isdir(place) or os.path.isfile(place)):
+        return []
+    return [f"{'folder' if os.path.isdir(place) else 'file'} {place}"]
 
 
 def is_port(text: str) -> bool:
@@ -166,6 +180,16 @@ class Runtime(ABC):
             bundle: the one that was named; "" for none.
         """
         return bundle or record.bundle
+
+    def may_write(self, record: ContainerRecord, bundle: str) -> list[str]:
+        """Return what of the machine a container that is brought back may change, in words (``Contained.writes``).
+
+        Args:
+            record: what the image says of it.
+            bundle: its bundle, as :meth:`bundle_of` has it.
+        """
+        del bundle
+        return record.writes
 
     def alone(self, record: ContainerRecord, name: str, bundle: str) -> tuple[list[str], list[str]]:
         """Return what of a container that is brought back there is one of on the machine, in words.

@@ -276,6 +276,8 @@ class ContainerRecord(msgspec.Struct, frozen=True, kw_only=True):
         log: the file that its output went to.
         namespace, snapshotter: of containerd's.
         pod: the pod that it was of, "NAMESPACE/POD".
+        writes: what of the machine it could change: "volume NAME", "folder PATH", "file PATH".
+        origin: the id of the container that the first image was made of, of which it is a clone; "" for its own.
     """
 
     runtime: Annotated[str, msgspec.Meta(pattern=r"^(podman|runc|containerd)\Z")]
@@ -292,6 +294,8 @@ class ContainerRecord(msgspec.Struct, frozen=True, kw_only=True):
     namespace: Text = ""
     snapshotter: Text = ""
     pod: Text = ""
+    writes: Annotated[list[PathText], msgspec.Meta(max_length=4096)] = []
+    origin: Text = ""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):

@@ -71,7 +71,7 @@ def look_at(
         prepared.reasons = [*against, *(r for r in prepared.reasons if r.id not in of_any)]
     if box is not None:
         of_options = container_options.of_checkpoint(options, box.runtime, box.contained.network, which.root.pid)
-        prepared.reasons = [*of_options, *prepared.reasons]
+        prepared.reasons = [*of_options, *prepared.reasons, *container_plan.unread_input(which.root)]
     prepared.rate, prepared.output = options.rate, os.fspath(options.output)
     extra = [*_destination_reasons(options, prepared), *_no_effect(options, prepared)]
     extra += pause_reasons(CHECKPOINT.estimate(prepared.shape), options.max_pause)

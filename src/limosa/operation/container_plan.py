@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import os
+import termios
+from array import array
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -16,10 +19,12 @@ from limosa.containers.runtime import PRIVATE, SHARES, Contained, Runtime, check
 from limosa.containers.runtimes import known, runtime_of
 from limosa.errors import InvalidArgument, LimosaError, Reason
 from limosa.image import ContainerRecord
+from limosa.operation import clones
 from limosa.operation.journal import Member
 from limosa.process.identity import Identity
 from limosa.process.namespaces import is_ours
 from limosa.process.observation import FdObservation, JobObservation, ProcessObservation
+from limosa.process.openat import closing
 from limosa.process.slurp import lines
 from limosa.process.tree import descendants, job_tree, snapshot
 
@@ -139,6 +144,8 @@ def return_reasons(record: ContainerRecord, name: str | None, bundle: str | None
         id_ = "container-name" if isinstance(error, InvalidArgument) else "container-runtime"
         return [Reason(id=id_, text=str(error), exit_code=error.exit_code, hint=error.hint)]
     found = [Reason(id=id_, text=text, exit_code=23, hint=hint) for id_, text, hint in against]
+    if not found:
+        found += clones.in_the_way(record, runtime, runtime.bundle_of(record, bundle or ""))
     if os.geteuid():
         found.append(Reason(id="permission", text="only root can bring a container back", exit_code=11, hint="sudo"))
     for port in sorted(listened_on(record.ports))[:_MOST_SAID]:
@@ -182,6 +189,23 @@ def listened_on(ports: Collection[int]) -> set[int]:
 
 def _refused(id_: str, text: str, hint: str, root: Identity) -> Reason:
     return Reason(id=id_, text=text, exit_code=13, hint=hint, pid=root.pid)
+
+
+def unread_input(root: Identity) -> list[Reason]:
+    """Say how much was written to a container's standard input and not read yet: it does not come along.
+
+    The container may have put anything there. So what is opened for reading is a pipe without a name, and the very one
+    that was looked at.
+    """
+    waiting = array("i", [0])
+    with contextlib.suppress(OSError), closing(os.open(f"/proc/{root.pid}/fd/0", os.O_PATH | os.O_CLOEXEC)) as fd:
+        if os.readlink(f"/proc/self/fd/{fd}").startswith("pipe:["):
+            with closing(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)) as pipe:
+                fcntl.ioctl(pipe, termios.FIONREAD, waiting)
+    if waiting[0] <= 0:
+        return []
+    text = f"{waiting[0]} bytes that were written to its standard input were not read yet: they do not come along"
+    return [Reason(id="container-input", text=text, hint="write them again after the restore", pid=root.pid)]
 
 
 def as_seen_by_criu(observation: JobObservation) -> JobObservation:

@@ -35,6 +35,7 @@ def release_of(said: ReleaseLike) -> Release:
 FORCEABLE = frozenset(
     [
         "cgroup",
+        "clone-shares",
         "criu-older",
         "disk-room",
         "driver-version",

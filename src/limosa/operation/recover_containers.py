@@ -16,7 +16,8 @@ from limosa.containers.freezer import thaw
 from limosa.containers.runtime import Runtime
 from limosa.containers.runtimes import runtime_of
 from limosa.errors import CannotBeMoved, LimosaError
-from limosa.operation import container_gpus, driver_steps, recover_images
+from limosa.image import open_image
+from limosa.operation import clones, container_gpus, driver_steps, recover_images
 from limosa.operation.journal import Journal, Noted, Phase
 from limosa.operation.leftovers import connections_go_on, has_ended, let_go_on
 from limosa.operation.parked.gates import gate_was_opened
@@ -24,6 +25,7 @@ from limosa.operation.recover_images import CRIU_PATIENCE, criu_of, entry_of, fi
 from limosa.operation.restored import end_tree
 from limosa.operation.results import Recovered
 from limosa.process.criu.lent import forget
+from limosa.process.identity import Identity
 from limosa.process.tree import job_tree
 from limosa.progress import Progress, ProgressFn
 from limosa.structs import ready
@@ -62,15 +64,28 @@ def recover_checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) 
             let_go_on(job_tree(root))
             thaw(str(frozen.data.get("folder")))
     entry = recover_images.recover_checkpoint(dead, driver, progress)
-    if frozen is not None and entry.state == JobState.GONE and is_committed(dead):
-        written = msgspec.convert(frozen.data, ready(_Written))
-        if written.runtime:  # which may have been told to end it, and not yet to take it away
-            args = written.runtime, written.program, written.configured, written.notes
-            runtime = runtime_of(*args)
+    if frozen is not None and entry.state == JobState.GONE:
+        written, root = msgspec.convert(frozen.data, ready(_Written)), dead.header.roots[0]
+        if written.runtime and is_committed(dead):
+            runtime = _runtime_of(written)
             found = runtime.find(written.container)
-            if found is not None and found.init in (None, dead.header.roots[0]):  # else it was restored since
-                runtime.remove(written.container)
+            if found is not None and found.init in (None, root):  # else it was restored since
+                runtime.remove(written.container)  # what may have been told to end it, and not yet to take it away
+        elif written.runtime and _began_anew(written, root):
+            entry.did += "; somebody has started its container anew since"
     return entry
+
+
+def _runtime_of(written: _Written) -> Runtime:
+    return runtime_of(written.runtime, written.program, written.configured, written.notes)
+
+
+def _began_anew(written: _Written, root: Identity) -> bool:
+    """Whether a container runs that was not brought back: it knows nothing of what its former process had computed."""
+    with contextlib.suppress(LimosaError, OSError):  # it is only told
+        found = _runtime_of(written).find(written.container)
+        return found is not None and found.init not in (None, root)
+    return False
 
 
 def _is_ending(dead: Journal) -> bool:
@@ -110,6 +125,9 @@ def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> 
         container_gpus.keep_only(root, members)
     except (LimosaError, OSError) as error:  # it runs, and goes on
         driver_steps.tell_what_stays(root.pid, error, tell)
+    with contextlib.suppress(LimosaError, OSError), open_image(dead.header.image, trust=False) as image:
+        if image.manifest.container is not None:
+            clones.keep_record(image.manifest.container, root)
     did = "finished it: the container runs" + (f" ({len(members)} with CUDA)" if members else "")
     return entry_of(dead, did=did, state="running")
 

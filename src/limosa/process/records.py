@@ -245,6 +245,17 @@ class EndedRecord(Record, kw_only=True):
         return self.boot != boot_id() or time.time() - self.since > 3600
 
 
+class ClonedRecord(Record, kw_only=True):
+    """A container that ``limosa restore`` has brought back: others may have been made of the same.
+
+    Attributes:
+        origin: the id of the container that the first image was made of.
+    """
+
+    kind: ClassVar[str] = "cloned"
+    origin: Text
+
+
 def check_name(name: str) -> None:
     """Refuses a name that could be taken for a pid or a path, or that a living job has.
 

@@ -34,6 +34,7 @@ from limosa.process.criu.lent import lent
 from limosa.process.criu.program import Criu
 from limosa.process.identity import Handle, Identity
 from limosa.process.namespaces import inside
+from limosa.process.records import ClonedRecord
 from limosa.process.tree import job_tree
 
 _STILL = "still"
@@ -202,6 +203,8 @@ class ContainerDumping(Dumping):
             namespace=contained.namespace,
             snapshotter=contained.snapshotter,
             pod=contained.pod,
+            writes=list(contained.writes),
+            origin=cloned.origin if (cloned := ClonedRecord.of(self.root)) is not None else "",
         )
         device = [self._device_inside(one) for one in manifest.device]
         return msgspec.structs.replace(manifest, container=record, job=job, device=device)

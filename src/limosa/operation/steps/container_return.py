@@ -19,7 +19,7 @@ from limosa.containers.runtime import Contained, Kept
 from limosa.containers.runtimes import runtime_of
 from limosa.errors import FailedUndone, LimosaError, NoWorkingCriu, Reason, Refused, UndoFailed
 from limosa.image import Image
-from limosa.operation import container_gpus
+from limosa.operation import clones, container_gpus
 from limosa.operation.container_options import as_asked
 from limosa.operation.journal import Noted, Phase
 from limosa.operation.leftovers import keep_log
@@ -56,12 +56,18 @@ class ContainerReturning(Returning):
     def claims(self) -> dict[str, Any]:
         """The image is only read: others may make containers of it at the same time, under other names."""
         names, uses = self.runtime.alone(self.record, self.called, self.bundle)
+        if clones.ID not in self.options.force:  # two clones that would share it are not made at the same moment
+            names = [*names, *clones.claimed(self.record, self.runtime, self.bundle)]
         return {"shared": True, "names": names, "uses": uses}
 
     def look_again(self) -> None:
         super().look_again()
         if since := self.runtime.taken_since(self.record, self.called, self.bundle):
             raise Refused([Reason(id=id_, text=text, exit_code=23, hint=hint) for id_, text, hint in since])
+        if clones.ID not in self.options.force and (
+            shared := clones.in_the_way(self.record, self.runtime, self.bundle)
+        ):
+            raise Refused(shared)
 
     def verified(self) -> None:
         """All of it: what CRIU has restored is running when the runtime has ended."""
@@ -204,6 +210,8 @@ class ContainerReturning(Returning):
             raise failed
 
     def keep_record(self) -> str:
+        assert self.root is not None
+        clones.keep_record(self.record, self.root)
         return f"{self.runtime.name}:{self.called}"
 
     def _started(self, who: Identity) -> None:
