@@ -241,7 +241,7 @@ def test_an_arena_is_kept_where_the_job_has_let_go_of_it_and_everybody_is_killed
     slow.reaches(working, "dump begin")
     slow.kill("limosa", working)
     slow.kill("limosa-vault")
-    working.communicate(timeout=60)
+    working.communicate(timeout=120)
     slow.limosa("recover")
     with Shim(Identity.of(child)) as shim:
         kept = shim.kept()
@@ -418,7 +418,7 @@ def test_whoever_is_killed_the_job_or_its_image_is_there(
     slow.reaches(working, MOMENTS[verb][moment])
     if who == "limosa" or slow.has(who) or verb != "restore":  # at a restore's end they have nothing more to do
         slow.kill(who, working)
-    working.communicate(timeout=60)
+    working.communicate(timeout=120)
     assert (working.returncode == -signal.SIGKILL) is (who == "limosa")
     slow.limosa("recover", rc=None)
     assert list(tmp_path.glob(".image*")) == []

@@ -22,7 +22,7 @@ from limosa.parking import LIBRARY
 from limosa.process.identity import Identity
 from limosa.process.places import own_folder
 
-pytestmark = [pytest.mark.root, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.root, pytest.mark.timeout(600)]
 
 # A process with a context, in which the library is mapped and a thread is called like the shim's.
 HOSTILE = """

@@ -23,7 +23,7 @@ from limosa.parking.shim import Shim, ShimError
 from limosa.process.identity import Identity
 from limosa.process.namespaces import Pids, is_ours
 
-pytestmark = [pytest.mark.root, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.root, pytest.mark.timeout(600)]
 
 KINDS = ("pid", "mnt", "net", "ipc", "uts")
 MIB = 1 << 20
@@ -83,7 +83,7 @@ def test_a_user_works_on_his_own_job_in_a_user_namespace(parked: Any) -> None:
 
     def limosa(*arguments: object) -> Any:
         words = [*as_user, sys.executable, "-m", "limosa", arguments[0], "-o", "json", *arguments[1:]]
-        return parked.run(words, env={"HOME": "/"}, cwd="/", limit=60).json
+        return parked.run(words, env={"HOME": "/"}, cwd="/", limit=120).json
 
     (found,) = [one for one in limosa("ps")["jobs"] if one["pid"] == job.pid]
     assert (found["way"], found["movable"]) == ("parked", True)
@@ -152,7 +152,7 @@ def test_a_job_in_a_time_namespace(parked: Any, tmp_path: Path) -> None:
     assert not is_ours(job.pid, "time")
     assert on(parked, job.pid) == [1]
     last = (folder / "log").read_text().count("tick")
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while (folder / "log").read_text().count("tick") < last + 2:
         assert time.monotonic() < end
         time.sleep(0.05)
@@ -171,7 +171,7 @@ def test_limosa_inside_and_limosa_outside_do_not_work_on_a_job_at_once(parked: A
     inside += ["env", f"LIMOSA_RUNTIME_DIR={tmp_path}/inside", sys.executable, "-m", "limosa"]
 
     def said(process: Any) -> int:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=120)
         assert process.returncode in (0, 19), f"{out} {err}"
         return int(process.returncode)
 
@@ -179,7 +179,7 @@ def test_limosa_inside_and_limosa_outside_do_not_work_on_a_job_at_once(parked: A
         rule = parked.switches.add("function=cuCheckpointProcessCheckpoint delay=8")
         words = {"outside": [sys.executable, "-m", "limosa", "suspend", job.pid], "inside": [*inside, "suspend", inner]}
         begun = parked.popen(words.pop(first), stdout=-1, stderr=-1)
-        end = time.monotonic() + 30
+        end = time.monotonic() + 60
         while not parked.switches.count(rule):
             assert time.monotonic() < end
             time.sleep(0.01)
@@ -229,7 +229,7 @@ def test_a_stranger_in_the_namespace_does_not_keep_root_outside_off(parked: Any,
     def ended(process: Any) -> None:
         for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
             os.kill(int(child), signal.SIGKILL)
-        process.wait(timeout=20)
+        process.wait(timeout=60)
 
     # The second one is a set-uid program that a stranger has started and that has inherited the descriptor
     for ids in ((NOBODY,) * 3, (NOBODY, 0, 0)):
@@ -255,7 +255,7 @@ def test_what_a_killed_operation_left_is_recovered(slow: Any, step: str) -> None
     slow.reaches(process, step)
     slow.kill("limosa", process)
     slow.ends(process)
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while slow.limosa("recover", rc=None).rc == 19:  # the worker still undoes it
         assert time.monotonic() < end
         time.sleep(0.1)
@@ -313,7 +313,7 @@ def test_nobody_in_the_container_passes_for_another(parked: Any) -> None:
         parked.says(13, "", "suspend", pid)
     assert parked.state(job) == "running"
     os.kill(liar, signal.SIGKILL)
-    outer.wait(timeout=20)  # it has reaped it: a first process ends only when nobody is left in its namespace
+    outer.wait(timeout=60)  # it has reaped it: a first process ends only when nobody is left in its namespace
     parked.says(0, "", "move", job.pid, "--to", 1)
     job.goes_on(2)
     job.finish()  # and with it the first process of their pid namespace

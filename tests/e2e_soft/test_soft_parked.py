@@ -232,7 +232,7 @@ def test_a_suspended_job_is_written_to_disk_and_comes_back(parked: Any, tmp_path
     parked.limosa("suspend", job.pid)
     parked.limosa("checkpoint", job.pid, "--output", tmp_path / "image")
     job.until_gone()
-    end = time.monotonic() + 15
+    end = time.monotonic() + 60
     while named(parked, "limosa-vault") and time.monotonic() < end:
         time.sleep(0.1)
     assert not named(parked, "limosa-vault"), "nobody comes back for what it held"
@@ -366,7 +366,7 @@ MOMENTS = {
 WHO = ("limosa", "limosa-mover", "limosa-vault")
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("who", WHO)
 @pytest.mark.parametrize("verb", list(MOMENTS))
 def test_whoever_is_killed_the_job_comes_back(slow: Any, who: str, verb: str) -> None:
@@ -382,7 +382,7 @@ def test_whoever_is_killed_the_job_comes_back(slow: Any, who: str, verb: str) ->
         moving = slow.later(verb, job.pid, *(["--to", 1 - here] if verb == "move" else []))
         slow.reaches(moving, moment)
         slow.kill(who, moving)
-        moving.communicate(timeout=60)
+        moving.communicate(timeout=120)
         assert (moving.returncode == -signal.SIGKILL) is (who == "limosa"), moment
         slow.limosa("recover", rc=None)
         if slow.state(job) == "checkpointed":
@@ -405,7 +405,7 @@ def test_whoever_shares_goes_on_sharing_where_limosa_is_killed(slow: Any, moment
     moving = parked.later("move", job.pid, "--to", 1)
     parked.reaches(moving, moment)
     parked.kill("limosa", moving)
-    moving.communicate(timeout=60)
+    moving.communicate(timeout=120)
     assert moving.returncode == -signal.SIGKILL
     parked.limosa("recover", rc=None)
     job.goes_on(3)

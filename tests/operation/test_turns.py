@@ -27,7 +27,7 @@ def test_one_goes_and_one_comes_at_a_time() -> None:
     assert not had.wait(0.1)
     one.end()
     two.take(COME, nothing)
-    assert had.wait(5)
+    assert had.wait(60)
     waits.join()
     for turn in (one, two, three):
         turn.end()
