@@ -10,11 +10,12 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import as_user, quickest
+from support import as_user
 
 from limosa.errors import FailedUndone, LimosaError, PermissionDenied
 from limosa.process import openat, places
@@ -186,8 +187,9 @@ def test_thousands_of_names_cost_moments_and_hide_nobody_who_has_a_process(machi
     as_user(EVE, flood)
     sleeper = subprocess.Popen(["sleep", "60"], user=ADA, group=ADA, extra_groups=[])
     try:
-        assert quickest(seen, 0.5) < 0.5
+        begun = time.process_time()  # it waits for nobody
         found = seen()
+        assert time.process_time() - begun < 0.5
         assert (ADA, f"limosa-{ADA}") in found
         assert len([uid for uid, _ in found if uid == EVE]) <= 4
     finally:
