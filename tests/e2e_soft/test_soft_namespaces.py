@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from soft_command import UNDER, importer_of
+from soft_command import UNDER, Held, importer_of
 from soft_contained import IN_NAMESPACES, inside_of, open_folder, start
 from soft_job import JOB, Job
 from soft_node import make_the_folder_of_all
@@ -176,7 +176,7 @@ def test_limosa_inside_and_limosa_outside_do_not_work_on_a_job_at_once(parked: A
         return int(process.returncode)
 
     for first in ("outside", "inside"):
-        rule = parked.switches.add("function=cuCheckpointProcessCheckpoint delay=8")
+        rule = parked.switches.add("function=cuCheckpointProcessCheckpoint hang")
         words = {"outside": [sys.executable, "-m", "limosa", "suspend", job.pid], "inside": [*inside, "suspend", inner]}
         begun = parked.popen(words.pop(first), stdout=-1, stderr=-1)
         end = time.monotonic() + 60
@@ -185,6 +185,7 @@ def test_limosa_inside_and_limosa_outside_do_not_work_on_a_job_at_once(parked: A
             time.sleep(0.01)
         (second,) = words.values()
         assert said(parked.popen(second, stdout=-1, stderr=-1)) == 19
+        parked.switches.remove(rule)
         assert said(begun) == 0
         assert parked.state(job) == "checkpointed"
         (resume,) = ([*second[:-2], "resume", second[-1]],)  # the other one, once nobody is at it any more
@@ -251,7 +252,7 @@ def test_a_stranger_in_the_namespace_does_not_keep_root_outside_off(parked: Any,
 @pytest.mark.parametrize("step", ["lock done", "checkpoint done", "restore begin"])
 def test_what_a_killed_operation_left_is_recovered(slow: Any, step: str) -> None:
     job = start(slow, "--mib", 16, env=UNDER)
-    process = slow.later("move", job.pid, "--to", 1)
+    process = slow.later("move", job.pid, "--to", 1, halts=step)
     slow.reaches(process, step)
     slow.kill("limosa", process)
     slow.ends(process)
@@ -321,12 +322,9 @@ def test_nobody_in_the_container_passes_for_another(parked: Any) -> None:
 
 def test_what_is_broken_off_is_undone(parked: Any) -> None:
     job = start(parked, "--mib", 16, env=UNDER)
-    rule = parked.switches.add("function=cuCheckpointProcessCheckpoint delay=1 every=1")
-    process = parked.later("move", job.pid, "--to", 1)
-    parked.reaches(process, "checkpoint begin")
-    process.send_signal(signal.SIGINT)
-    assert parked.ends(process).rc == 22
-    parked.switches.remove(rule)
+    held = Held(parked, "cuCheckpointProcessCheckpoint", "move", job.pid, "--to", 1)
+    held.interrupt()
+    assert parked.ends(held.let_go()).rc == 22
     assert on(parked, job.pid) == [0]
     job.goes_on(2)
     job.finish()
