@@ -74,7 +74,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         program: str | Sequence[str],
         *arguments: object,
         ready: str | None = "READY",
-        limit: float = 60,
+        limit: float = 120,
         folder: Path | None = None,
         env: dict[str, str] | None = None,
         via: Sequence[str] = (sys.executable,),
@@ -164,7 +164,7 @@ def limosa(runtime: Path, tmp_path: Path) -> Iterator[Limosa]:
 
     def go(
         *arguments: object,
-        limit: float = 60,
+        limit: float = 120,
         env: dict[str, str] | None = None,
         cwd: Path | None = None,
         rc: int | None = None,

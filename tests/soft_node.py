@@ -194,7 +194,7 @@ class Node:
         """What a program in the node is started with; ``env`` is more of it."""
         return environment({**os.environ, "NO_COLOR": "1", "PYTHONUNBUFFERED": "1", **(env or {})})
 
-    def run(self, argv: Sequence[object], *, rc: int | None = 0, limit: float = 30, **options: Any) -> Answer:
+    def run(self, argv: Sequence[object], *, rc: int | None = 0, limit: float = 120, **options: Any) -> Answer:
         """Runs a program to its end; a time-out is a failure, and so is another exit code than ``rc`` (None: any)."""
         begin = time.monotonic()
         process = self.popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
@@ -216,10 +216,10 @@ class Node:
         """Runs the command line in the node."""
         if self.warm and self._network == network() and not options.keys() - {"env", "rc", "limit"}:
             return self._warm_limosa(arguments, **options)
-        return self.run([sys.executable, "-m", "limosa", *arguments], **{"limit": 60, **options})
+        return self.run([sys.executable, "-m", "limosa", *arguments], **{"limit": 120, **options})
 
     def _warm_limosa(
-        self, arguments: Sequence[object], *, env: dict[str, str] | None = None, rc: int | None = 0, limit: float = 60
+        self, arguments: Sequence[object], *, env: dict[str, str] | None = None, rc: int | None = 0, limit: float = 120
     ) -> Answer:
         begin = time.monotonic()
         with tempfile.TemporaryFile("w+") as stderr:
@@ -261,7 +261,7 @@ class Node:
         """Ends everything in it; nothing of it is left then. A second time nothing happens."""
         if self._holder.ended():
             return  # the name of its namespace may be another node's by now, whose processes are not ours
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while (left := self.processes()) and time.monotonic() < end:
             for pid in left:
                 with contextlib.suppress(OSError):

@@ -56,10 +56,10 @@ class Terminal:
             self.seen += data.decode(errors="replace")
         return self.seen
 
-    def end(self, seconds: float = 30) -> int:
+    def end(self, seconds: float = 120) -> int:
         """Reads to the end of the program; its exit code."""
         self.read(seconds)
-        return self.process.wait(timeout=5)
+        return self.process.wait(timeout=60)
 
     def close(self) -> None:
         self.process.kill()

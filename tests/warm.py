@@ -2,7 +2,8 @@
 
 A test that runs a hundred of them takes a third of the time. What is forked is a process as any other: it has its own
 pid, environment, working folder and standard streams, is killed and signalled, and ends with an exit code. Its worker
-is forked too. Real starts are what tests of the command line itself are about.
+is forked too, and so are vault and mover, by the warm process itself: they are nobody's children here either. Real
+starts are what tests of the command line itself, of the residents and of containers are about.
 
 There is one warm process for each environment in what is read when Limosa is imported (``LIMOSA_…``).
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import fcntl
 import gc
 import io
 import json
@@ -32,7 +34,10 @@ _OWN = "LIMOSA_RUNTIME_DIR"
 """Says whose a process is (``support.end_marked``): the warm one is nobody's."""
 _READ_LATE = (_OWN, "LIMOSA_CONTAINER_STATE")
 """What Limosa reads when it needs it, and not when it is imported."""
-_LIBRARIES = ("LD_LIBRARY_PATH", "PYTHONPATH")
+_LIBRARIES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH")
+_FIRST_KEPT = 200
+"""Descriptors from here on are a child's own business: where it asks the warm process for more."""
+RESIDENT = "@resident"
 
 
 class Forked:
@@ -107,7 +112,7 @@ class Warm:
                 pass_fds=(theirs.fileno(),),
             )
         self._orders = ours
-        self._orders.settimeout(60)
+        self._orders.settimeout(120)
 
     @classmethod
     def of(cls, env: Mapping[str, str], program: str = __file__) -> Warm:
@@ -119,6 +124,18 @@ class Warm:
             found = cls._all[key] = cls(env, program)
         return found
 
+    @staticmethod
+    def send(orders: socket.socket, order: Mapping[str, Any], stdout: int, stderr: int) -> tuple[int, socket.socket]:
+        """Has one forked; its pid, and where its end is told."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            fds = array.array("i", [theirs.fileno(), stdout, stderr])
+            orders.sendmsg([json.dumps(order).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+        ours.settimeout(120)
+        told = ours.recv(STATUS.size)
+        assert told, "the warm process forks nothing"
+        return STATUS.unpack(told)[0], ours
+
     def start(
         self,
         arguments: Sequence[str],
@@ -128,17 +145,11 @@ class Warm:
         node: int,
         stdout: int,
         stderr: int,
+        halts: list[str] | None = None,
     ) -> tuple[int, socket.socket]:
         """Forks ``limosa …`` (or what another program makes of it) in a node; its pid, and where its end is told."""
-        order = json.dumps({"argv": list(arguments), "env": dict(env), "cwd": str(cwd), "node": node}).encode()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            fds = array.array("i", [theirs.fileno(), stdout, stderr])
-            self._orders.sendmsg([order], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
-        ours.settimeout(60)
-        told = ours.recv(STATUS.size)
-        assert told, "the warm process forks nothing"
-        return STATUS.unpack(told)[0], ours
+        order = {"argv": list(arguments), "env": dict(env), "cwd": str(cwd), "node": node, "halts": halts}
+        return self.send(self._orders, order, stdout, stderr)
 
 
 def pids() -> list[int]:
@@ -154,6 +165,7 @@ def limosa(
     node: int,
     stdout: int = subprocess.PIPE,
     stderr: Any = None,
+    halts: tuple[str, Path] | None = None,
 ) -> Forked:
     """Starts ``limosa …`` in the node that a process holds.
 
@@ -164,11 +176,14 @@ def limosa(
         node: the pid of who holds the node.
         stdout: a descriptor, or ``subprocess.PIPE``.
         stderr: a file.
+        halts: a step of its journal ("lock done") at which it stands still, and the file that is there meanwhile.
     """
     words = [str(word) for word in arguments]
     reading, writing = os.pipe() if stdout == subprocess.PIPE else (-1, stdout)
     try:
-        pid, ended = Warm.of(env).start(words, env=env, cwd=cwd, node=node, stdout=writing, stderr=stderr.fileno())
+        more = [halts[0], str(halts[1])] if halts else None
+        fds = {"stdout": writing, "stderr": stderr.fileno()}
+        pid, ended = Warm.of(env).start(words, env=env, cwd=cwd, node=node, halts=more, **fds)
     finally:
         if reading >= 0:
             os.close(writing)
@@ -197,6 +212,12 @@ def become(order: dict[str, Any], stdout: int, stderr: int) -> None:
         os.closerange(3, 64)
         os.chdir(order["cwd"])
         join(order["node"])
+        if order["argv"][0] == RESIDENT:
+            code = become_resident(*order["argv"][1:])
+            return
+        if order.get("halts"):
+            _halt(*order["halts"])
+        _have_residents_forked(order["node"])
         spare: list[Any] = []
         fork_worker(spare)
         real = worker_process.launch
@@ -218,19 +239,72 @@ def become(order: dict[str, Any], stdout: int, stderr: int) -> None:
         os._exit(code if isinstance(code, int) else 1)
 
 
-def serve(orders: socket.socket, become: Callable[[dict[str, Any], int, int], None]) -> None:
+def _halt(moment: str, there: str) -> None:
+    """Has it stand still when it has journalled a step, the first time, as long as a file is there that it makes."""
+    from limosa.operation.journal import Journal
+
+    real, times = Journal.note, []
+
+    def note(self: Journal, step: Any, phase: Any, *arguments: Any, **data: Any) -> None:
+        real(self, step, phase, *arguments, **data)
+        if f"{step} {phase}" == moment and not times:
+            times.append(1)
+            open(there, "w").close()
+            while os.path.exists(there):
+                time.sleep(0.001)
+
+    Journal.note = note  # type: ignore[method-assign]
+
+
+_asks: socket.socket | None = None
+
+
+def _have_residents_forked(node: int) -> None:
+    """Vault and mover that this command line starts are forked by the warm process; others' are started."""
+    from limosa.parking import resident
+    from limosa.start import environment
+
+    real = resident.start
+
+    def start(kind: str, uid: int) -> Any:
+        if uid != os.geteuid() or _asks is None:
+            return real(kind, uid)
+        order = {"argv": [RESIDENT, kind, str(uid)], "env": environment(), "cwd": "/", "node": node, "halts": None}
+        with open(os.devnull, "r+b", 0) as null:
+            pid, ended = Warm.send(_asks, order, null.fileno(), null.fileno())
+        return Forked([kind], pid, ended, None)
+
+    resident.start = start
+
+
+def become_resident(kind: str, uid: str) -> int:
+    """The child: becomes a vault or mover; its exit code."""
+    from limosa.parking import mover_main, vault_main
+
+    os.closerange(_FIRST_KEPT, _FIRST_KEPT + 64)
+    os.setsid()
+    return {"vault": vault_main.main, "mover": mover_main.main}[kind]([uid])
+
+
+def serve(
+    orders: socket.socket, become: Callable[[dict[str, Any], int, int], None], more: socket.socket | None = None
+) -> None:
     """Forks until nobody can ask any more; tells each end where it was asked.
 
     Args:
         orders: where it is asked.
         become: what a child does with an order and two descriptors; does not return.
+        more: where its children ask.
     """
     children: dict[int, tuple[int, socket.socket]] = {}
     with selectors.DefaultSelector() as ready:
         ready.register(orders, selectors.EVENT_READ)
+        if more is not None:
+            ready.register(more, selectors.EVENT_READ)
         while True:
             for key, _ in ready.select():
-                if key.fileobj is not orders:
+                from_whom: Any = key.fileobj
+                if from_whom not in (orders, more):
                     ready.unregister(key.fileobj)
                     os.close(key.fd)
                     pid, asker = children.pop(key.fd)
@@ -238,7 +312,7 @@ def serve(orders: socket.socket, become: Callable[[dict[str, Any], int, int], No
                     with asker, contextlib.suppress(OSError):
                         asker.send(STATUS.pack(status))
                     continue
-                data, control, _, _ = orders.recvmsg(1 << 20, socket.CMSG_SPACE(3 * 4))
+                data, control, _, _ = from_whom.recvmsg(1 << 20, socket.CMSG_SPACE(3 * 4))
                 if not data:
                     return
                 told, stdout, stderr = array.array("i", control[0][2])
@@ -262,7 +336,11 @@ def main() -> None:
     campaign.controller.load()
     gc.collect()
     gc.freeze()
-    serve(socket.socket(fileno=int(sys.argv[1])), become)
+    theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    global _asks
+    _asks = socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, _FIRST_KEPT))
+    ours.close()
+    serve(socket.socket(fileno=int(sys.argv[1])), become, theirs)
 
 
 if __name__ == "__main__":

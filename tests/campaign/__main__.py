@@ -53,6 +53,7 @@ class RoomProcess:
         env = {**os.environ, "PYTHONPATH": python_path(), "LIMOSA_CAMPAIGN": ground, "PYTHONDONTWRITEBYTECODE": "1"}
         self.token = secrets.token_hex(4)
         env[ROOM] = self.token
+        env.pop("LIMOSA_RUNTIME_DIR", None)  # its own is made there; what has a test's ends with that
         command = [sys.executable, "-m", "campaign.room"]
         if ground == "soft":
             node = [sys.executable, "-m", "limosa", "softgpu", "--gpus", str(GPUS), "--memory", "1GiB", "--"]
@@ -63,7 +64,7 @@ class RoomProcess:
         self.busy: tuple[Case, int] | None = None
         self.since = time.monotonic()
         self._buffer = b""
-        self.ready = False
+        self.ready = self.met = False  # met: it has said so itself
 
     def give(self, case: Case, seed: int, record: bool = False) -> None:
         """Gives it a case."""
@@ -117,6 +118,7 @@ def run(
     record: bool = False,
     limit: float | None = None,
     tell: Any = lambda _: None,
+    kept: list[RoomProcess] | None = None,
 ) -> list[dict[str, Any]]:
     """Runs cases in rooms.
 
@@ -127,6 +129,8 @@ def run(
         record: have steps noted.
         limit: seconds after which no more is begun.
         tell: called with each result.
+        kept: rooms of earlier runs, which are used first, and where those that are left go; whoever gives them ends
+            them.
 
     Returns:
         A result for each case that was run.
@@ -136,7 +140,7 @@ def run(
     if not waiting:
         return results
     begun = time.monotonic()
-    living = [RoomProcess(ground) for _ in range(max(1, min(rooms, len(waiting))))]
+    living = [kept.pop() if kept else RoomProcess(ground) for _ in range(max(1, min(rooms, len(waiting))))]
 
     def done(result: dict[str, Any]) -> None:
         results.append(result)
@@ -149,6 +153,9 @@ def run(
         if waiting:
             room.give(*waiting.pop(), record)
 
+    for room in living:
+        if room.met:
+            next_for(room)
     try:
         while any(room.busy for room in living) or waiting or not all(room.ready for room in living):
             ready = select.select(living, [], [], 1.0)[0]
@@ -159,7 +166,7 @@ def run(
                 for line in lines or []:
                     if not line.get("ready"):
                         done(line)
-                    room.ready = True
+                    room.ready = room.met = True
                     next_for(room)
                 late = (room.busy or not room.ready) and time.monotonic() - room.since > ROOM_LIMIT
                 if lines is None or late:
@@ -182,6 +189,9 @@ def run(
                     if not waiting:
                         living[number].ready = True
     finally:
+        if kept is not None:
+            kept += [room for room in living if room.met and not room.busy and room.process.poll() is None]
+            living = [room for room in living if room not in kept]
         for room in living:
             room.let_end()
         patience = 20.0 if not waiting and not any(room.busy for room in living) else 1.0  # somebody has had enough

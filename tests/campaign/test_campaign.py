@@ -84,7 +84,7 @@ def test_parts_of_a_campaign_are_one_and_what_fails_only_beside_others_is_told(t
     assert f"once, right alone: make faults CASE={picked[0].name}" in (tmp_path / "all.md").read_text()
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_the_steps_are_those_that_the_operations_take_now() -> None:
     """A new step is a new row: ``make faults RECORD=1`` writes them down."""
     only = [f"{operation}/one" for operation in cases.OPERATIONS]
@@ -100,12 +100,12 @@ def test_the_steps_are_those_that_the_operations_take_now() -> None:
         assert Counter(steps(row)) == Counter(steps(known[name])), name
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_one_copy_is_left_and_nothing_else(chunk: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     run_and_replay(part(sample(), chunk, CHUNKS), tmp_path_factory)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_what_has_failed_last() -> None:
     run_what_failed_once(FOUND)

@@ -63,19 +63,19 @@ def test_the_sample_has_every_operation_victim_and_fault_of_containers() -> None
     assert all(cases.Case.named(case.name) == case for case in everything)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_the_steps_are_those_that_the_operations_take_now() -> None:
     """A new step is a new row: ``make faults WAY=containers RECORD=1`` writes them down."""
     only = [f"{operation}/runc" for operation in ("move", "checkpoint", "restore-to", "recover-boxed-dump")]
     points_are_known(containers.STEPS, only, "containers")
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_one_container_is_left_or_an_image(chunk: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     run_and_replay(part(sample(), chunk, CHUNKS), tmp_path_factory)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_what_has_failed_once() -> None:
     run_what_failed_once(FOUND)

@@ -71,7 +71,7 @@ def test_everybody_who_holds_memory_is_killed_at_every_point_at_which_he_lives()
                 assert who not in living or (step, f"kill-{who}") in faults, (name, step, who)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_the_steps_are_those_that_the_operations_take_now() -> None:
     """A new step is a new row: ``make faults WAY=parked RECORD=1`` writes them down."""
     only = [f"{operation}/parked" for operation in ("move", "suspend", "resume", "recover-there", "resume-memory")]
@@ -88,13 +88,13 @@ def test_the_steps_are_those_that_the_operations_take_now() -> None:
         assert row[parked.MEASURED].keys() - passing == known[name][parked.MEASURED].keys() - passing, name
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_the_memory_is_there_once_and_nothing_else_is(chunk: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     run_and_replay(part(sample(), chunk, CHUNKS), tmp_path_factory)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_what_has_failed_once() -> None:
     results = run_what_failed_once(FOUND)
     assert [r["name"] for r in results if not r["happened"]] == []

@@ -46,19 +46,19 @@ def test_the_sample_has_every_operation_victim_and_fault_of_ranks() -> None:
     assert all(cases.Case.named(case.name) == case for case in everything)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_the_steps_are_those_that_the_operations_take_now() -> None:
     """A new step is a new row: ``make faults WAY=ranks RECORD=1`` writes them down."""
     only = [f"{operation}/ranks-parked" for operation in ("exchange", "suspend", "resume", "recover-unjoined")]
     points_are_known(ranks.STEPS, only, "ranks")
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_all_ranks_are_there_once_and_go_on(chunk: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     run_and_replay(part(sample(), chunk, CHUNKS), tmp_path_factory)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_what_has_failed_once() -> None:
     run_what_failed_once(FOUND)

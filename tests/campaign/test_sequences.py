@@ -15,7 +15,7 @@ SEED = os.environ.get("LIMOSA_CAMPAIGN_SEED", "1")
 
 @pytest.mark.criu
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", range(2))
 def test_whatever_the_sequence_every_job_is_there_once_and_whole(part: int) -> None:
     room = [sys.executable, "-m", "campaign.sequences", str(EXAMPLES), "12", str(int(SEED) * 10 + part)]

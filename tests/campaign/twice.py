@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from campaign.__main__ import record, run
+from campaign.__main__ import RoomProcess, record, run
 from campaign.cases import Case, table
 from campaign.summary import replay
 
@@ -21,6 +21,10 @@ ONCE = 2
 
 ROOMS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
 """Side by side with other tests one room is enough: there are as many as workers."""
+
+
+KEPT: list[RoomProcess] = []
+"""Rooms between two tests: the next one begins at once. What fails is repeated in a room of its own."""
 
 
 def part(picked: Sequence[tuple[Case, int]], chunk: int, chunks: int) -> list[tuple[Case, int]]:
@@ -34,7 +38,7 @@ def run_and_replay(todo: Sequence[tuple[Case, int]], session: pytest.TempPathFac
     A run is a race of a dozen processes. What its own replay does not show again is told, and is the full campaign's;
     more than ``ONCE`` of them in a session are no accident.
     """
-    results = run(todo, rooms=ROOMS)
+    results = run(todo, rooms=ROOMS, kept=KEPT)
     assert len(results) == len(todo)
     failed = {r["name"]: r for r in results if r["problems"]}
     again = run([(case, seed) for case, seed in todo if case.name in failed], rooms=1) if failed else []
@@ -50,7 +54,7 @@ def run_and_replay(todo: Sequence[tuple[Case, int]], session: pytest.TempPathFac
 
 def run_what_failed_once(names: Sequence[str]) -> list[dict[str, Any]]:
     """Runs cases by their names: all of them, and each has to be right. Returns the results."""
-    results = run([(Case.named(name), 1) for name in names], rooms=ROOMS)
+    results = run([(Case.named(name), 1) for name in names], rooms=ROOMS, kept=KEPT)
     assert {replay(r): r["problems"] for r in results if r["problems"]} == {}
     assert len(results) == len(names)
     return results

@@ -120,7 +120,7 @@ limosa.checkpoint("train", "/data", **more)
 """
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_a_type_checker_finds_every_wrong_keyword_and_no_right_one(tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(WRONG)
     (tmp_path / "right.py").write_text(RIGHT)

@@ -60,7 +60,7 @@ class Container:
         """Step → hash, as far as it has come."""
         return steps_of(self.said())
 
-    def wait_for(self, word: str, limit: float = 30) -> None:
+    def wait_for(self, word: str, limit: float = 90) -> None:
         """Waits until it has printed that."""
         end = time.monotonic() + limit
         while word not in self.said():
@@ -68,7 +68,7 @@ class Container:
             assert self.lives() or word in self.said(), f"{self.name} has ended:\n{self.said()}"
             time.sleep(0.02)
 
-    def goes_on(self, steps: int = 3, limit: float = 30) -> None:
+    def goes_on(self, steps: int = 3, limit: float = 90) -> None:
         """Waits until it has done that many more steps."""
         last = max(self.steps(), default=-1)
         end = time.monotonic() + limit
@@ -111,7 +111,7 @@ class Runtime:
         env = {k: v for k, v in os.environ.items() if k.startswith("LIMOSA_")}
         return {**env, "PATH": f"{self.engines.bin}:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": str(self.place)}
 
-    def call(self, *argv: object, rc: int | None = 0, limit: float = 60) -> Answer:
+    def call(self, *argv: object, rc: int | None = 0, limit: float = 180) -> Answer:
         """Runs the runtime's program in the node."""
         begin = time.monotonic()
         # Not by pipes: what stays behind (conmon) would keep them open.
@@ -183,14 +183,14 @@ class Runtime:
                 preexec_fn=lambda: _join(self.node.pid),  # noqa: PLW1509 - it only makes system calls
             )
         self.node.add(daemon)
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while self("version", rc=None).rc != 0:
             assert time.monotonic() < end, (self.place / "daemon.log").read_text()
             assert daemon.poll() is None, (self.place / "daemon.log").read_text()
             time.sleep(0.1)
         return daemon
 
-    def __call__(self, *arguments: object, rc: int | None = 0, limit: float = 60) -> Answer:
+    def __call__(self, *arguments: object, rc: int | None = 0, limit: float = 180) -> Answer:
         """Runs its own program: ``runtime("ps", "--all")``."""
         raise NotImplementedError
 
@@ -258,7 +258,7 @@ runc = ["{engines["runc"]}"]
             "XDG_RUNTIME_DIR": f"{self.place}/xdg",
         }
 
-    def __call__(self, *arguments: object, rc: int | None = 0, limit: float = 60) -> Answer:
+    def __call__(self, *arguments: object, rc: int | None = 0, limit: float = 180) -> Answer:
         """``podman("ps", "--all")``."""
         return self.call(self.engines["podman"], *arguments, rc=rc, limit=limit)
 
@@ -337,7 +337,7 @@ class Runc(Runtime):
         super().__init__(node, engines, place)
         self.rootfs = rootfs
 
-    def __call__(self, *arguments: object, rc: int | None = 0, limit: float = 60) -> Answer:
+    def __call__(self, *arguments: object, rc: int | None = 0, limit: float = 180) -> Answer:
         """``runc("list")``."""
         return self.call(self.engines["runc"], "--root", self.place / "state", *arguments, rc=rc, limit=limit)
 
@@ -399,7 +399,7 @@ class Runc(Runtime):
                 preexec_fn=lambda: _join(self.node.pid),  # noqa: PLW1509 - it only makes system calls
             )
             self.node.add(process)
-            process.wait(30)
+            process.wait(60)
         assert process.returncode == 0, log.read_text()
         return self._started(name, name, int(pid_file.read_text()), log)
 
@@ -469,7 +469,7 @@ address = "{self.socket}.ttrpc"
         )
         self.daemon = self._serve(engines["containerd"], "--config", self.config)
 
-    def __call__(self, *arguments: object, rc: int | None = 0, limit: float = 60) -> Answer:
+    def __call__(self, *arguments: object, rc: int | None = 0, limit: float = 180) -> Answer:
         """``containerd("containers", "list")``: its ctr."""
         return self.call(self.engines["ctr"], "--address", self.socket, *arguments, rc=rc, limit=limit)
 
@@ -541,7 +541,7 @@ address = "{self.socket}.ttrpc"
         self.containers.clear()
         self.daemon.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.daemon.wait(10)
+            self.daemon.wait(60)
         super().close()
 
 
@@ -567,7 +567,7 @@ class Docker(Runtime):
             "--storage-driver=overlay2",
         )
 
-    def __call__(self, *arguments: object, rc: int | None = 0, limit: float = 60) -> Answer:
+    def __call__(self, *arguments: object, rc: int | None = 0, limit: float = 180) -> Answer:
         """``docker("ps", "--all")``."""
         return self.call(self.engines["docker"], "--host", f"unix://{self.socket}", *arguments, rc=rc, limit=limit)
 
@@ -613,7 +613,7 @@ class Docker(Runtime):
             self("rm", "--force", name)
         self.containers.clear()
         self.daemon.terminate()
-        self.daemon.wait(20)
+        self.daemon.wait(60)
         super().close()
 
 
@@ -828,7 +828,7 @@ def clear_cgroups(parent: str) -> None:
     """Ends what is left in the cgroups below one of that name, and takes them away in every hierarchy."""
     for hierarchy in _hierarchies():
         for folder in [Path(one) for top in _called(parent, hierarchy) for one, _, _ in os.walk(top, topdown=False)]:
-            end = time.monotonic() + 10
+            end = time.monotonic() + 60
             while time.monotonic() < end:
                 with contextlib.suppress(FileNotFoundError):
                     for pid in (folder / "cgroup.procs").read_text().split():

@@ -14,7 +14,7 @@ from containers.engines import ROOT, Engines
 from containers.runtimes import cgroup_layouts, own_folders
 from soft_node import Node
 
-pytestmark = [pytest.mark.root, pytest.mark.criu, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.root, pytest.mark.criu, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize("cgroups", cgroup_layouts(), indirect=True)

@@ -29,7 +29,7 @@ from support import own_network
 from limosa_softgpu import kernel
 
 __all__ = ["desk_of"]  # a fixture
-pytestmark = [pytest.mark.root, pytest.mark.criu, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.root, pytest.mark.criu, pytest.mark.timeout(600)]
 BRIDGE = ["--network", "podman"]
 WEB = ("/bin/busybox", "httpd", "-f", "-p", "80")
 ECHO = ("/bin/busybox", "nc", "-ll", "-p", "80", "-e", "/bin/busybox", "cat")
@@ -140,8 +140,8 @@ def test_ports_are_led_to_what_has_a_network_of_podmans(bridged: Desk, rootfs: P
 def test_a_connection_outlives_the_way_to_disk_and_back_while_its_peer_talks(bridged: Desk) -> None:
     """What the kernel of a frozen container took from a peer, and the image had not, would be lost for ever."""
     one, at = echoes(bridged)
-    with socket.create_connection((at, 80), 5) as client:
-        client.settimeout(20)
+    with socket.create_connection((at, 80), 60) as client:
+        client.settimeout(60)
         sent, stop = [0], threading.Event()
 
         def talk() -> None:
@@ -170,12 +170,12 @@ def test_a_connection_outlives_the_way_to_disk_and_back_while_its_peer_talks(bri
 
 def test_a_checkpoint_that_fails_leaves_connections_as_they_were(bridged: Desk) -> None:
     one, at = echoes(bridged)
-    with socket.create_connection((at, 80), 5) as client:
-        client.settimeout(20)
+    with socket.create_connection((at, 80), 60) as client:
+        client.settimeout(60)
         process = begin(bridged, "checkpoint", bridged.called(one), "--output", bridged.image(), "--tcp-established")
         until(lambda: is_frozen(one) or process.poll() is not None)
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 22
+        assert process.wait(120) == 22
         assert echoed(client, b"after") == b"after"
         assert answers(at, 80)
 
@@ -184,15 +184,15 @@ def test_a_server_with_clients_is_cloned_and_they_stay_with_the_original(bridged
     options = [*BRIDGE, "--publish", "8080:80"]
     one = bridged.runtime.start(*ECHO, gpus=None, name=bridged.name("echo"), options=options)
     until(lambda: answers("127.0.0.1", 8080))
-    with socket.create_connection(("127.0.0.1", 8080), 5) as client:
-        client.settimeout(20)
+    with socket.create_connection(("127.0.0.1", 8080), 60) as client:
+        client.settimeout(60)
         assert echoed(client, b"before") == b"before"
         assert bridged.checkpoint(one, "-R", rc=13)["error"]["id"] == "tcp-outside"
         bridged.checkpoint(one, "-R", "--tcp-close")
         bridged.restore("--publish", "8081:80", name="clone")
         assert echoed(client, b"after") == b"after"
-        with socket.create_connection(("127.0.0.1", 8081), 5) as other:
-            other.settimeout(20)
+        with socket.create_connection(("127.0.0.1", 8081), 60) as other:
+            other.settimeout(60)
             assert echoed(other, b"of the clone") == b"of the clone"
 
 
@@ -200,8 +200,8 @@ def test_a_server_with_clients_is_cloned_and_they_stay_with_the_original(bridged
 def test_whoever_is_killed_while_it_is_written_connections_go_on(bridged: Desk, who: str) -> None:
     """CRIU leaves a table in the container's network, and sockets in repair mode; so does Limosa."""
     one, at = echoes(bridged)
-    with socket.create_connection((at, 80), 5) as client:
-        client.settimeout(20)
+    with socket.create_connection((at, 80), 60) as client:
+        client.settimeout(60)
         assert echoed(client, b"before") == b"before"
         limosa = begin(bridged, "checkpoint", bridged.called(one), "--output", bridged.image(), "--tcp-established")
         until(lambda: is_frozen(one) and started_by(bridged, limosa, "swrk"))
@@ -232,7 +232,7 @@ def test_two_images_of_one_container_do_not_come_back_at_the_same_moment(bridged
     bridged.runtime("rename", one.id, renamed)
     bridged.says(0, "checkpoint", f"podman:{renamed}", "--output", bridged.image("second"))
     both = [begin(bridged, "restore", bridged.image(word)) for word in ("first", "second")]
-    codes = sorted(process.wait(60) for process in both)
+    codes = sorted(process.wait(120) for process in both)
     assert codes[0] == 0
     assert codes[1] in (19, 23), codes
     (name,) = bridged.runtime.names()
@@ -269,7 +269,7 @@ def test_a_killed_restore_leaves_it_running_or_nothing(bridged: Desk, rootfs: Pa
     process = begin(bridged, "restore", bridged.image())
     time.sleep(after)
     process.kill()
-    process.wait(20)
+    process.wait(60)
     recovered(bridged)
     if not bridged.runtime.has(one.name):
         assert one.id not in bridged.runtime("ps", "--all", "--no-trunc", "--format", "{{.ID}}").stdout

@@ -167,7 +167,7 @@ def test_what_containers_have_mounted_stays(node: Node, container: Any, spec: di
     assert told["kept"] == [spec["told"]["libraries"]]
     assert "job" in one.run("ls", "/").stdout
     one.remove()
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while kept := node.limosa("cdi", "--remove", "-o", "json").json["kept"]:  # podman clears up after it has answered
         assert time.monotonic() < end, kept
     assert node.run(["ls", "/usr/local/lib/limosa"], rc=None).rc != 0

@@ -15,7 +15,7 @@ from soft_node import Node
 from test_containers_to_disk import Desk, as_undisturbed, begin, desk_of, gpus_of, recovered, until
 
 __all__ = ["desk_of"]
-pytestmark = [pytest.mark.root, pytest.mark.criu, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.root, pytest.mark.criu, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_one_is_killed_and_the_other_goes_on(desk: Desk, rootfs: Path) -> None:
     assert desk.says(19, "rm", desk.image())["error"]["id"] == "busy"
     desk.limosa("verify", desk.image())
     os.kill(killed.pid, signal.SIGKILL)
-    killed.wait(10)
+    killed.wait(60)
     assert other.wait(120) == 0
     recovered(desk)
     clone = desk.back("other")

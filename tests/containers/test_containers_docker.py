@@ -14,7 +14,7 @@ from containers.runtimes import Docker, cgroup_layouts, own_folders
 from containers.test_containers_to_disk import nodes, until
 from soft_node import Node
 
-pytestmark = [pytest.mark.root, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.root, pytest.mark.timeout(600)]
 SHIM = "limosa.dev/job=shim"
 
 
@@ -109,7 +109,7 @@ def test_a_killed_move_is_recovered_and_an_ended_container_leaves_nothing(docker
     moving = docker.node.popen([sys.executable, "-m", "limosa", "move", "docker:train", "--to", "1"])
     until(lambda: docker.node.switches.count(rule) > 0, 20)
     moving.kill()
-    moving.wait(10)
+    moving.wait(60)
     until(lambda: docker.node.limosa("recover", rc=None).rc == 0 and the_job(docker)["state"] == "running")
     one.goes_on()
     assert nodes(one) == {f"nvidia{gpu}" for gpu in gpus(docker)}

@@ -14,7 +14,7 @@ from soft_node import Node
 from test_containers_to_disk import Desk, as_undisturbed, desk_of, each, gpus_of, nodes
 
 __all__ = ["desk_of"]
-pytestmark = [pytest.mark.root, pytest.mark.criu, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.root, pytest.mark.criu, pytest.mark.timeout(600)]
 
 
 @pytest.fixture

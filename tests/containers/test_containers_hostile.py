@@ -30,7 +30,7 @@ from limosa.process.namespaces import Pids, inside
 
 HOLE = 8 << 30
 LET, NOT_LET = "No such device or address", "Operation not permitted"  # no driver has that number; the filter
-pytestmark = [pytest.mark.root, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.root, pytest.mark.timeout(600)]
 
 
 def folder_of(pid: int, controller: str) -> Path:
@@ -157,7 +157,7 @@ def test_the_hook_opens_nothing_but_a_file(libraries: None, tmp_path: Path) -> N
     try:
         hook = ["/usr/bin/unshare", "--mount", build.CDI / build.PRELOAD_HOOK, mine, tmp_path]
         state = json.dumps({"bundle": str(bundle)})
-        ran = subprocess.run(hook, input=state, text=True, capture_output=True, timeout=20, check=False)
+        ran = subprocess.run(hook, input=state, text=True, capture_output=True, timeout=60, check=False)
         assert (ran.returncode, ran.stderr) == (0, "")
         assert not opened.wait(0.5)
         assert stat.S_ISFIFO(pipe.lstat().st_mode)
@@ -210,7 +210,7 @@ def test_no_link_leads_out_by_what_criu_has_open(noted: Runc, tmp_path: Path, wa
     name = f"train-{os.getpid()}"
     one = noted.start_job("/bin/sh", "-c", f"'{script}'", gpus=None, name=name, mounts=[*config["mounts"], mount])
     inside_ = Path(f"/proc/{one.pid}/root")
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while Path(f"/proc/{one.pid}/comm").read_text() != "sleep\n":
         assert time.monotonic() < end
         time.sleep(0.02)

@@ -11,7 +11,7 @@ from containers.runtimes import bundle_config
 from containers.test_containers_to_disk import Desk, desk_of, until
 
 __all__ = ["desk_of"]  # a fixture
-pytestmark = [pytest.mark.root, pytest.mark.criu, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.root, pytest.mark.criu, pytest.mark.timeout(600)]
 ECHO = ("/bin/busybox", "nc", "-ll", "-p", "8080", "-e", "/bin/busybox", "cat")
 
 

@@ -22,7 +22,7 @@ from containers.test_containers_to_disk import until
 from soft_node import Answer, Node, let_all_reach, make_the_folder_of_all
 from support import open_the_way_to
 
-pytestmark = [pytest.mark.root, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.root, pytest.mark.timeout(600)]
 UID = 1001
 AS_USER = ("/usr/bin/setpriv", "--reuid", str(UID), "--regid", str(UID), "--clear-groups")
 
@@ -78,7 +78,7 @@ def of_user(rootless: Rootless, verb: str, *words: object) -> tuple[list[object]
 
 def as_user(rootless: Rootless, verb: str, *words: object, rc: int = 0) -> Any:
     argv, env = of_user(rootless, verb, *words)
-    return rootless.node.run(argv, rc=rc, limit=60, env=env, cwd="/").json
+    return rootless.node.run(argv, rc=rc, limit=180, env=env, cwd="/").json
 
 
 def state_of(rootless: Rootless) -> str:
@@ -129,8 +129,8 @@ def test_its_user_recovers_what_his_killed_move_left(rootless: Rootless) -> None
     move = rootless.node.popen(argv, env=env, cwd="/")
     until(lambda: rootless.node.switches.count(rule), 20)
     os.kill(move.pid, signal.SIGKILL)  # setpriv has become it
-    move.wait(10)
-    end = time.monotonic() + 30
+    move.wait(60)
+    end = time.monotonic() + 120
     argv, env = of_user(rootless, "recover")
     while (said := rootless.node.run(argv, rc=None, env=env, cwd="/")).rc == 19 or state_of(rootless) != "running":
         assert time.monotonic() < end, said

@@ -16,7 +16,7 @@ from containers.runtimes import bundle_config
 
 from limosa.parking import LIBRARY
 
-pytestmark = [pytest.mark.root, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.root, pytest.mark.timeout(600)]
 _HERE = Path(__file__).parent
 INSIDE = f"/lib/{LIBRARY.name}"
 

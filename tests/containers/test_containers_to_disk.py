@@ -28,7 +28,7 @@ from limosa.process.identity import Identity
 from limosa.process.tree import descendants, snapshot
 
 SHIM = "limosa.dev/job=shim"
-pytestmark = [pytest.mark.root, pytest.mark.criu, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.root, pytest.mark.criu, pytest.mark.timeout(600)]
 
 
 class Desk:
@@ -211,7 +211,7 @@ def test_who_asks_its_shim_at_the_wrong_moment_is_waited_for(desk: Desk, rootfs:
 
     def ask() -> None:
         until(lambda: desk.node.switches.count(rule) > 0)
-        with Shim(Identity.of(one.pid), limit=10) as shim:  # its turn comes when the checkpoint's is over
+        with Shim(Identity.of(one.pid), limit=60) as shim:  # its turn comes when the checkpoint's is over
             shim.hello()
             time.sleep(0.15)
 
@@ -322,7 +322,7 @@ def test_several_processes_with_cuda_come_back_together(desk_of: Callable[[str],
 # --- what goes wrong ------------------------------------------------------------------------------------------
 
 
-def until(happened: Callable[[], Any], limit: float = 30) -> Any:
+def until(happened: Callable[[], Any], limit: float = 90) -> Any:
     """Waits for it, without a pause that would miss it."""
     end = time.monotonic() + limit
     while not (found := happened()):
@@ -361,7 +361,7 @@ def begin(desk: Desk, *words: object) -> Any:
 
 def recovered(desk: Desk) -> None:
     """Waits until nothing is left to recover."""
-    until(lambda: "nothing" in desk.limosa("recover", rc=None).stdout, 60)
+    until(lambda: "nothing" in desk.limosa("recover", rc=None).stdout)
 
 
 @pytest.mark.long
@@ -384,7 +384,7 @@ def test_what_a_killed_checkpoint_leaves_is_recovered(desk: Desk, rootfs: Path, 
     }
     until(happened[word])
     os.kill(limosa.pid, signal.SIGKILL)
-    limosa.wait(10)
+    limosa.wait(120)
     recovered(desk)
     if word == "image" and not one.lives():
         desk.limosa("verify", desk.image())
@@ -437,7 +437,7 @@ def test_what_a_killed_restore_leaves_is_recovered(desk: Desk, rootfs: Path, wor
     }
     until(happened[word])
     os.kill(limosa.pid, signal.SIGKILL)
-    limosa.wait(10)
+    limosa.wait(120)
     recovered(desk)
     if not desk.runtime.has(one.name):
         assert nothing_left(desk)
@@ -476,7 +476,7 @@ def test_what_brings_it_back_is_killed(desk: Desk, rootfs: Path, word: str) -> N
     for pid in killed:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    assert limosa.wait(60) == 21
+    assert limosa.wait(120) == 21
     assert nothing_left(desk)
     assert "nothing" in desk.limosa("recover").stdout
     desk.restore("--to", 1)
@@ -584,7 +584,7 @@ def test_its_standard_input_can_be_written_to_again(desk_of: Callable[[str], Des
     one.wait_for("got one")
     lost = [w["text"] for w in desk.checkpoint(one)["warnings"] if w["id"] == "container-input"]
     assert [text.split()[0] for text in lost] == ([] if "--tty" in options else ["7"])
-    assert client.wait(20) == 0
+    assert client.wait(60) == 0
     desk.restore()
     again = desk.back()
     client = attached(desk, again)
@@ -679,7 +679,7 @@ def test_what_containerd_does_not_bring_back_is_refused_by_name(desk_of: Callabl
     words = [desk.runtime.engines["ctr"], "run", "--detach", "--tty", "--cgroup", f"{ctr.parent}/tty"]
     words += ["--cpu-shares", "0", "--runc-binary", desk.runtime.engines["runc"], NAME, desk.name("tty"), "/bin/sh"]
     started = desk.node.popen(words, env=ctr.environment(), stdin=its, stdout=its, stderr=its, start_new_session=True)
-    assert started.wait(30) == 0, os.read(ours, 4096)
+    assert started.wait(60) == 0, os.read(ours, 4096)
     assert refused(ctr.known(desk.name("tty"))) == {"container-terminal"}
 
 
@@ -978,7 +978,7 @@ def test_a_cgroup_that_is_called_like_a_containers_leads_to_nothing(desk_of: Cal
     plan = desk.limosa("plan", "checkpoint", inner, "--output", desk.image(), "-o", "json", rc=13).json
     assert plan["reasons"][0]["id"] in ("container-part", "container-runtime")
     os.kill(inner, signal.SIGKILL)
-    stranger.wait(10)
+    stranger.wait(60)
 
 
 # --- the bundle of a container of runc's ------------------------------------------------------------------------
@@ -1021,7 +1021,7 @@ def test_a_copied_bundle_needs_a_cgroup_of_its_own(desk_of: Callable[[str], Desk
     desk.node.switches.add("function=cuCheckpointProcessRestore delay=1.5 every=1")
     words = [("--name", copy.name, "--bundle", copy, "--to", n) for n, copy in enumerate(copies)]
     both = [begin(desk, "restore", desk.image(), *more, "-o", "json") for more in words]
-    codes = [limosa.wait(60) for limosa in both]
+    codes = [limosa.wait(120) for limosa in both]
     assert sorted(codes) in ([0, 19], [0, 23])
     assert desk.runtime.names() == [copies[codes.index(0)].name]
     as_undisturbed(desk, rootfs, desk.runtime.known(copies[codes.index(0)].name))

@@ -15,7 +15,7 @@ from limosa.containers import containerd_record
 from limosa.containers.containerd_api import Api
 
 __all__ = ["desk_of"]
-pytestmark = [pytest.mark.root, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.root, pytest.mark.timeout(600)]
 LET, NOT_LET = "No such device or address", "Operation not permitted"  # no driver has that number; the filter
 
 

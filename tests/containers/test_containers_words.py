@@ -8,7 +8,7 @@ import pytest
 from test_containers_to_disk import Desk, desk_of, until
 
 __all__ = ["desk_of"]
-pytestmark = [pytest.mark.root, pytest.mark.criu, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.root, pytest.mark.criu, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(params=["podman", "runc"])

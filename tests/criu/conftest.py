@@ -65,7 +65,7 @@ class Job:
             return int(self.beat.read_text().split()[-1])
         return 0
 
-    def goes_on(self, seconds: float = 5) -> bool:
+    def goes_on(self, seconds: float = 60) -> bool:
         before, end = self.beats(), time.monotonic() + seconds
         while time.monotonic() < end:
             if self.beats() > before + 2:
@@ -76,7 +76,7 @@ class Job:
     def errors(self) -> str:
         return (self.folder / "errors").read_text()
 
-    def reap(self, seconds: float = 10) -> None:
+    def reap(self, seconds: float = 60) -> None:
         """Wait until all of the session is gone."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:

@@ -46,7 +46,7 @@ def make_devices() -> None:
 
 
 def last_of_child(after: int = 0) -> list:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while time.monotonic() < end:
         lines = (
             [json.loads(line) for line in (folder / "out").read_text().splitlines()]

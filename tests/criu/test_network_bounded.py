@@ -14,7 +14,7 @@ import pytest
 from limosa.process.criu import network
 from limosa.process.criu.find import find
 
-pytestmark = [pytest.mark.root, pytest.mark.criu, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.root, pytest.mark.criu, pytest.mark.timeout(300)]
 TABLES, AT_ONCE = 2500, 500
 GIB = 1 << 20  # in KiB
 

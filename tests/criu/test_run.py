@@ -402,7 +402,7 @@ def _json(criu) -> bytes:
     return msgspec.json.encode(criu)
 
 
-def _until(true, seconds: float = 10) -> None:
+def _until(true, seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end

@@ -142,7 +142,7 @@ class Disturbed:
                     found[int(name)] = command[:150]
         return found
 
-    def settle(self, victim: int, limit: float = 20) -> None:
+    def settle(self, victim: int, limit: float = 90) -> None:
         """Waits until nothing works on the job any more; fails where something stays."""
         end = time.monotonic() + limit
         seen = 0  # twice nobody: one who is just becoming another program shows no environment for a moment

@@ -28,7 +28,7 @@ def test_a_restore_leaves_no_display_behind(limosa, adopt, tmp_path, attach):
     (tmp_path / "job.py").write_text(JOB)
     pid = int(limosa("run", "-d", "--log", log, "--", sys.executable, tmp_path / "job.py", rc=0).stdout)
     adopt(pid, tmp_path)
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while "begins" not in log.read_text():
         assert time.monotonic() < end
         time.sleep(0.01)

@@ -41,16 +41,21 @@ def journalled() -> list[str]:
 class Soft(Node):
     """A node of software GPUs; one job's memory is a fraction of what a GPU has."""
 
-    def __init__(self, place: Path, reaper: Reaper, **options: Any):
-        self.place, self.reaper, self.n_jobs = place, reaper, 0
+    def __init__(self, place: Path, reaper: Reaper, forks: bool, **options: Any):
+        self.place, self.reaper, self.n_jobs, self.forks = place, reaper, 0, forks
         self.words: dict[int, Path] = {}
+        self.halted: dict[int, Path] = {}
         super().__init__(**{"gpus": 2, "memory": "256MiB", **options})
 
     def job(self, *arguments: object, ready: bool = True, env: dict[str, str] | None = None) -> Job:
-        """Starts ``job.py``; waits until it computes."""
+        """Starts ``job.py``; waits until it computes. What CRIU is to dump has to have begun in the node."""
         folder = self.place / f"job{self.n_jobs}"
         self.n_jobs += 1
-        job = Job(self, folder, [sys.executable, str(JOB), str(folder), *map(str, arguments)], env)
+        words = [str(word) for word in arguments]
+        if self.forks and (env or {}).keys() <= {"LD_PRELOAD"}:
+            job = Job.forked(self, folder, words, env)
+        else:  # what a program is told before it begins
+            job = Job(self, folder, [sys.executable, str(JOB), str(folder), *words], env)
         self.reaper.watch(job.pid)
         if ready:
             job.wait_for("READY")
@@ -103,7 +108,7 @@ class Soft(Node):
         finally:
             os.close(fd)
 
-    def limosa(self, *arguments: object, rc: int | None = 0, limit: float = 60, **options: Any) -> Answer:
+    def limosa(self, *arguments: object, rc: int | None = 0, limit: float = 120, **options: Any) -> Answer:
         """Runs the command line in the node, from a warm process where that can be."""
         if not self._can_be_warm(arguments, options):
             return super().limosa(*arguments, rc=rc, limit=limit, **options)
@@ -121,32 +126,50 @@ class Soft(Node):
         """Not what becomes a job, nor what is started in some way that a test is about."""
         return arguments[:1] != ("run",) and not options.keys() - {"env", "cwd"}
 
-    def later(self, verb: object, *arguments: object) -> Any:
-        """Starts ``limosa VERB … -o json`` and does not wait for it."""
-        return self.run_attached(verb, "-o", "json", *arguments)
+    def later(self, verb: object, *arguments: object, halts: str = "") -> Any:
+        """Starts ``limosa VERB … -o json`` and does not wait for it.
 
-    def run_attached(self, *arguments: object, env: dict[str, str] | None = None, cwd: Path | None = None) -> Any:
+        Where it halts (``reaches``) it stands still when it has journalled that step, until ``kill`` or ``go_on``.
+        """
+        return self.run_attached(verb, "-o", "json", *arguments, halts=halts)
+
+    def run_attached(
+        self, *arguments: object, env: dict[str, str] | None = None, cwd: Path | None = None, halts: str = ""
+    ) -> Any:
         """Starts ``limosa …`` and does not wait for it: a ``Popen``, or what is needed of one."""
         words = self.place / f"stderr{len(self.words)}"
+        there = self.place / f"halted{len(self.words)}"
         with open(words, "w") as file:
             if self._can_be_warm(arguments, {}):
                 whole = self.environment(env)
-                process: Any = warm.limosa(arguments, env=whole, cwd=cwd or self.place, node=self.pid, stderr=file)
+                at = (halts, there) if halts else None
+                process: Any = warm.limosa(
+                    arguments, env=whole, cwd=cwd or self.place, node=self.pid, stderr=file, halts=at
+                )
             else:
                 streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": file, "text": True}
                 argv = [sys.executable, "-m", "limosa", *arguments]
                 process = self.popen(argv, cwd=cwd or self.place, env=env, **streams)
         self.words[process.pid] = words
+        if halts:
+            self.halted[process.pid] = there
         return process
 
-    def reaches(self, process: Any, step: str, limit: float = 30) -> None:
+    def reaches(self, process: Any, step: str, limit: float = 60) -> None:
         """Waits until what was started has journalled a step ("lock done"), and is still at it."""
         end = time.monotonic() + limit
-        while step not in (noted := journalled()):
+        there = self.halted.get(process.pid)
+        while not there.exists() if there else step not in journalled():
+            noted = journalled()
             assert process.poll() is None, f"it has ended before {step}: {self.heard(process)}"
             assert time.monotonic() < end, f"no {step}, only {noted}"
             time.sleep(0.002)
         assert process.poll() is None, f"it has ended with {step}"
+
+    def go_on(self, process: Any) -> None:
+        """Lets one go on that has halted."""
+        if there := self.halted.get(process.pid):
+            there.unlink(missing_ok=True)
 
     def has(self, who: str) -> bool:
         """Whether there is a vault, or a mover, of that name."""
@@ -161,12 +184,14 @@ class Soft(Node):
         for pid in victims:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        if process:
+            self.go_on(process)
 
     def heard(self, process: Any) -> str:
         """What a command that was not waited for has said on stderr so far."""
         return self.words[process.pid].read_text()
 
-    def ends(self, process: Any, limit: float = 30) -> Answer:
+    def ends(self, process: Any, limit: float = 120) -> Answer:
         """Waits for what ``later`` has started."""
         begin = time.monotonic()
         stdout, _ = process.communicate(timeout=limit)
@@ -175,9 +200,12 @@ class Soft(Node):
 
 
 @pytest.fixture
-def soft(tmp_path: Path, runtime: Path, reaper: Reaper) -> Iterator[Callable[..., Soft]]:
+def soft(
+    tmp_path: Path, runtime: Path, reaper: Reaper, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., Soft]]:
     """Starts nodes: ``soft()``, ``soft(chip=["H200", "H100"])``; ended at the end of the test."""
-    with several(functools.partial(Soft, tmp_path, reaper)) as start:
+    forks = request.node.get_closest_marker("criu") is None
+    with several(functools.partial(Soft, tmp_path, reaper, forks)) as start:
         yield start
 
 

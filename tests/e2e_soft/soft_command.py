@@ -50,7 +50,7 @@ def kill(node: Any, name: str, number: int = signal.SIGKILL) -> None:
             os.kill(pid, number)
 
 
-def waits_for(node: Any, true: Callable[[], bool], limit: float = 15) -> None:
+def waits_for(node: Any, true: Callable[[], bool], limit: float = 60) -> None:
     end = time.monotonic() + limit
     while not true():
         assert time.monotonic() < end, node.log()

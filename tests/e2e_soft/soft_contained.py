@@ -18,7 +18,7 @@ from limosa.process.namespaces import is_ours
 IN_NAMESPACES = VICTIMS / "in_namespaces.py"
 
 
-def inside_of(pid: int, kinds: Sequence[str] = ("pid", "mnt"), limit: float = 10) -> int:
+def inside_of(pid: int, kinds: Sequence[str] = ("pid", "mnt"), limit: float = 60) -> int:
     """The child of a process that has namespaces of these kinds of its own, once it has."""
     end = time.monotonic() + limit
     while True:

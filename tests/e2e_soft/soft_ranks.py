@@ -79,7 +79,7 @@ class Ranks:
         """What the ranks have said."""
         return "".join(f"{path.name}: {path.read_text()[-900:]}\n" for path in sorted(self.folder.glob("rank-*.out")))
 
-    def until(self, true: Callable[[], bool], what: str, limit: float = 20) -> None:
+    def until(self, true: Callable[[], bool], what: str, limit: float = 90) -> None:
         end = time.monotonic() + limit
         while not true():
             assert self.alive() or true(), f"it has ended, waiting for {what}: {self.verdict()} {self.words()}"
@@ -103,7 +103,7 @@ class Ranks:
         new = self.folder / "until.new"
         new.write_text(str(last))
         new.rename(self.folder / "until")
-        self.until(lambda: self.verdict() != "", "end", 30)
+        self.until(lambda: self.verdict() != "", "end", 120)
         assert self.verdict() == "right", f"{self.verdict()}: {self.words()}"
         assert self.steps() == [last] * len(self.files())
         self.is_as_its_twin()
@@ -117,7 +117,7 @@ class Ranks:
         """Every step of every rank has the bits that an undisturbed run has."""
         twin = self.twin
         twin.mkdir()
-        self.node.run(self._argv(twin, max(self.steps()), []), limit=60)
+        self.node.run(self._argv(twin, max(self.steps()), []), limit=300)
         for path in self.files():
             assert numbers(path) == numbers(twin / path.name)[: len(numbers(path))], path.name
 

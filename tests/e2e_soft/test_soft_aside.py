@@ -23,12 +23,6 @@ MIB = 1 << 20
 ONLY = "--release=memory-only"
 
 
-@pytest.fixture
-def parked(parked: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("LIMOSA_ANSWER_SECONDS", "1")
-    return parked
-
-
 def arena(node: Any, *arguments: object) -> dict[str, Any]:
     found: dict[str, Any] = node.limosa("arena", "-o", "json", *arguments).json
     return found
@@ -191,7 +185,7 @@ def test_the_memory_of_several_processes_and_gpus_alone(parked: Any) -> None:
     pids = [job.pid, *(int(p) for p in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split())]
     assert len(pids) == 2
     # Three pieces and three contexts: the child has its own.
-    waits_for(parked, lambda: sum(used(parked)) >= 3 * 24 * MIB + 3 * 8 * MIB, 30)
+    waits_for(parked, lambda: sum(used(parked)) >= 3 * 24 * MIB + 3 * 8 * MIB)
     before = used(parked)
     said = parked.says(0, "", "suspend", job.pid, ONLY)
     assert said["bytes"] >= 3 * 24 * MIB
@@ -221,13 +215,21 @@ def test_suspending_again_and_again_leaks_nothing(parked: Any) -> None:
     for times in (6, 10):
         parked.python(code, job.pid, times)
         job.goes_on(2)
-        time.sleep(2.5)  # what its controller had is let go of by then
+        if not seen:
+            time.sleep(2.5)  # what its controller had is let go of by then
         seen.append(things())
     # One a turn would be ten more. The C library keeps stacks and heaps of clients' threads: two mappings each, as many
     # as ever were there at once.
     most = {what: 8 if what.startswith("mappings") else 3 for what in seen[0]}
-    grown = {what: (n, seen[1][what]) for what, n in seen[0].items() if seen[1][what] > n + most[what]}
-    assert not grown
+
+    def grown() -> dict[str, tuple[int, int]]:
+        now = things()
+        return {what: (n, now[what]) for what, n in seen[0].items() if now[what] > n + most[what]}
+
+    end = time.monotonic() + 30
+    while grown() and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not grown()
     job.finish()
 
 
@@ -332,7 +334,7 @@ def cannot_go_home(parked: Any, job: Any, copying: str, *command: object) -> Non
     waits_for(parked, lambda: parked.state(job) == "checkpointed")
     with parked.switches.fill(0, leave=2 * MIB):
         kill(parked, "limosa-mover")
-        parked.judge(parked.ends(held.process, 60), 41, "")
+        parked.judge(parked.ends(held.process), 41, "")
         parked.switches.remove(held.rule)
         assert stand(job) is Stand.AWAY
         parked.limosa("resume", job.pid, "--to", 1)
@@ -467,7 +469,7 @@ def test_an_arena_that_was_asked_for_is_used_and_given_back(parked: Any) -> None
     there = arena(parked, "64M", "--keep", "10m")
     assert (there["free"], there["pinned"], there["reserved"]) == (64 * MIB, 64 * MIB, 64 * MIB)
     assert 500 < there["seconds"] <= 600
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while (ends_in := arena(parked)["mover_ends_in"]) is None and time.monotonic() < end:
         time.sleep(0.05)  # the mover has not yet seen that we are gone
     assert ends_in > 600
@@ -479,7 +481,7 @@ def test_an_arena_that_was_asked_for_is_used_and_given_back(parked: Any) -> None
     job.goes_on(2)
     there = arena(parked, "--end")
     assert there["free"] == 0
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while named(parked, "limosa-mover") and time.monotonic() < end:
         time.sleep(0.05)
     assert not named(parked, "limosa-mover")
@@ -526,7 +528,7 @@ def test_the_vault_ends_by_sigterm_once_it_holds_nothing(parked: Any, monkeypatc
     monkeypatch.setenv("LIMOSA_VAULT_IDLE", "600")
     arena(parked, "64M")
     kill(parked, "limosa-vault", signal.SIGTERM)
-    waits_for(parked, lambda: not named(parked, "limosa-vault"), 5)
+    waits_for(parked, lambda: not named(parked, "limosa-vault"))
     job = start(parked, "--mib", 40)
     parked.limosa("suspend", job.pid)
     (vault,) = named(parked, "limosa-vault")
@@ -535,7 +537,7 @@ def test_the_vault_ends_by_sigterm_once_it_holds_nothing(parked: Any, monkeypatc
     assert named(parked, "limosa-vault") == [vault]
     assert arena(parked)["used"] == 64 * MIB
     parked.limosa("resume", job.pid)
-    waits_for(parked, lambda: not named(parked, "limosa-vault"), 5)
+    waits_for(parked, lambda: not named(parked, "limosa-vault"))
     job.goes_on(2)
     job.finish()
 
@@ -611,11 +613,12 @@ def test_sigterm_waits_for_what_is_under_way(parked: Any) -> None:
     job.finish()
 
 
-def test_a_mover_that_hangs_is_replaced(parked: Any) -> None:
+def test_a_mover_that_hangs_is_replaced(parked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     job = start(parked, "--mib", 40)
     parked.limosa("suspend", job.pid)
     (old,) = named(parked, "limosa-mover")
     os.kill(old, signal.SIGSTOP)
+    monkeypatch.setenv("LIMOSA_ANSWER_SECONDS", "3")
     parked.limosa("resume", job.pid, "--to", 1)
     assert old not in named(parked, "limosa-mover")
     job.goes_on(2)
@@ -665,7 +668,7 @@ def test_the_arena_of_a_job_that_ended_is_given_back(parked: Any) -> None:
     parked.limosa("suspend", job.pid, ONLY)
     os.kill(job.pid, signal.SIGKILL)
     job.until_gone()
-    end = time.monotonic() + 15
+    end = time.monotonic() + 60
     while arena(parked)["used"] or arena(parked)["pinned"]:
         assert time.monotonic() < end
         time.sleep(0.2)

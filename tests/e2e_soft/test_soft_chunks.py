@@ -237,11 +237,11 @@ def test_an_arena_is_kept_where_the_job_has_let_go_of_it_and_everybody_is_killed
     job = start(slow, "--mib", 32, "--child")
     child = child_of(job)
     slow.limosa("suspend", job.pid if asleep == "all of it" else child)
-    working = slow.later("checkpoint", job.pid, "--output", tmp_path / "image", "-R", *SMALL)
+    working = slow.later("checkpoint", job.pid, "--output", tmp_path / "image", "-R", *SMALL, halts="dump begin")
     slow.reaches(working, "dump begin")
     slow.kill("limosa", working)
     slow.kill("limosa-vault")
-    working.communicate(timeout=60)
+    working.communicate(timeout=120)
     slow.limosa("recover")
     with Shim(Identity.of(child)) as shim:
         kept = shim.kept()
@@ -405,20 +405,21 @@ KILLS = [(who, verb, moment) for moment in range(5) for who in WHO for verb in M
 def test_whoever_is_killed_the_job_or_its_image_is_there(
     slow: Any, tmp_path: Path, who: str, verb: str, moment: int
 ) -> None:
-    """SIGKILL when a step has been journalled, while it is at work; then one recover: it runs, or has an image."""
+    """SIGKILL when a step has been journalled, then one recover: it runs, or has an image."""
     job = start(slow, "--mib", 64)
     image = tmp_path / "image"
     if verb == "restore":
         slow.limosa("checkpoint", job.pid, "--output", image, *SMALL)
         job.until_gone()
-        working = slow.later("restore", image)
+        working = slow.later("restore", image, halts=MOMENTS[verb][moment])
     else:
         leave = ["-R"] if verb == "leave" else []
-        working = slow.later("checkpoint", job.pid, "--output", image, *leave, *SMALL)
+        working = slow.later("checkpoint", job.pid, "--output", image, *leave, *SMALL, halts=MOMENTS[verb][moment])
     slow.reaches(working, MOMENTS[verb][moment])
     if who == "limosa" or slow.has(who) or verb != "restore":  # at a restore's end they have nothing more to do
         slow.kill(who, working)
-    working.communicate(timeout=60)
+    slow.go_on(working)
+    working.communicate(timeout=120)
     assert (working.returncode == -signal.SIGKILL) is (who == "limosa")
     slow.limosa("recover", rc=None)
     assert list(tmp_path.glob(".image*")) == []

@@ -496,13 +496,13 @@ def run_ended_by_a_checkpoint(soft: Any, says: Says) -> None:
     (node.place / "job").mkdir()
     process = node.run_attached(*argv)
     log = node.place / "soft.log"
-    waits_for(node, lambda: log.exists() and "tick 3" in log.read_text(), 20)
+    waits_for(node, lambda: log.exists() and "tick 3" in log.read_text())
     node.limosa("checkpoint", "soft", "--output", node.place / "image")
     says(node, process)
     said = node.limosa("restore", node.place / "image", "--to", 1, "-o", "json").json
     node.reaper.watch(said["pid"])
     (node.place / "job" / "stop").touch()
-    waits_for(node, lambda: "DONE" in (node.place / "soft.log").read_text(), 20)
+    waits_for(node, lambda: "DONE" in (node.place / "soft.log").read_text())
 
 
 @case(127, "command-not-found")

@@ -23,7 +23,7 @@ from limosa.parking.shim import Shim
 from limosa.process.identity import Identity
 
 __all__ = ["node", "place"]  # fixtures
-pytestmark = [pytest.mark.root, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.root, pytest.mark.timeout(600)]
 MIB = 1 << 20
 
 

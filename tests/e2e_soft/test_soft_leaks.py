@@ -27,7 +27,7 @@ from limosa import operation
 from limosa.gpu import inventory
 job = int(sys.argv[1])
 for turn in range(int(sys.argv[2])):
-    (outcome,) = operation.move(job, to=str(1 - turn % 2), timeout=20)
+    (outcome,) = operation.move(job, to=str(1 - turn % 2), timeout=120)
     assert outcome.result is not None and outcome.result.way == "parked", outcome
     if turn % 2:
         found = {"job": seen(job), "limosa": seen(os.getpid())}
@@ -48,7 +48,7 @@ for turn in range(int(sys.argv[2])):
 def test_fifty_moves_leave_nothing(soft: Any) -> None:
     node = soft(gpus=2, memory="256MiB")
     job = start(node, "--mib", 8)
-    said = node.python(MOVES, job.pid, TURNS, str(Path(__file__).parents[1]), limit=80)
+    said = node.python(MOVES, job.pid, TURNS, str(Path(__file__).parents[1]), limit=280)
     samples = [json.loads(line) for line in said.stdout.splitlines()]
     assert len(samples) == TURNS // 2
     found = grown(samples)

@@ -12,7 +12,7 @@ import pytest
 
 from limosa.native.build import compilers
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SOURCE = Path(__file__).with_name("small_job.c")
 MIB = 1 << 20
 

@@ -234,7 +234,7 @@ def test_while_the_communicators_are_being_made(two: Any, delay: float) -> None:
     assert len(job.pids) == 2
     time.sleep(delay)
     answer = two.limosa("move", job.pid, *SWAP, "-o", "json", rc=None)
-    assert answer.rc in (0, 12, 13, 14, 19, 21), answer
+    assert answer.rc in (0, 12, 13, 14, 18, 19, 21), answer
     job.goes_on()
     two.says(0, "", "move", job.pid, *SWAP)
     job.goes_on()
@@ -243,10 +243,12 @@ def test_while_the_communicators_are_being_made(two: Any, delay: float) -> None:
 
 def test_a_rank_that_has_not_begun_to_use_its_gpu_is_not_left_behind(two: Any) -> None:
     """It would begin on the GPU that the other one is on by then."""
-    job = Ranks(two, "--late", 6, ready=False)
+    begin = two.place / "begin"
+    job = Ranks(two, "--late", begin, ready=False)
     waits_for(two, lambda: sum(map(len, job.gpus())) == 1)
     error = two.says(13, "rank-to-come", "move", job.pid, *SWAP)["error"]
     assert "(rank 1)" in error["message"]
+    begin.touch()
     job.goes_on()
     two.says(0, "", "move", job.pid, *SWAP)
     job.goes_on()
@@ -255,11 +257,13 @@ def test_a_rank_that_has_not_begun_to_use_its_gpu_is_not_left_behind(two: Any) -
 
 @pytest.mark.criu
 def test_an_image_of_a_rank_that_had_not_begun_goes_to_the_gpus_of_the_same_numbers(two: Any, tmp_path: Path) -> None:
-    job = Ranks(two, "--late", 8, ready=False)
+    begin = two.place / "begin"
+    job = Ranks(two, "--late", begin, ready=False)
     waits_for(two, lambda: sum(map(len, job.gpus())) == 1)
     two.says(0, "", "checkpoint", job.pid, "--output", tmp_path / "image")
     two.says(13, "rank-to-come", "restore", tmp_path / "image", *SWAP)
     two.says(0, "", "restore", tmp_path / "image")
+    begin.touch()
     job.goes_on()
     assert job.gpus() == [[0], [1]]
     job.finish()
@@ -270,7 +274,7 @@ def test_slow_communicators_are_waited_for(two: Any) -> None:
     job = Ranks(two, ready=False)
     waits_for(two, lambda: len(job.gpus()[0]) + len(job.gpus()[1]) == 2)
     answer = two.limosa("move", job.pid, *SWAP, "-o", "json", rc=None)
-    assert answer.rc in (0, 13, 19, 21), answer
+    assert answer.rc in (0, 13, 18, 19, 21), answer
     two.switches.clear()
     job.goes_on()
     job.finish()
@@ -461,7 +465,8 @@ def test_many_moves_leave_nothing(two: Any) -> None:
     for _ in range(6):
         two.says(0, "", "move", job.pid, *SWAP)
     job.goes_on()
-    assert held() == before
+    # What a command had of the job is closed once the job has seen that it has ended.
+    waits_for(two, lambda: all(now <= was for now, was in zip(held(), before, strict=True)))
     assert len(two.blocks()) == blocks
     job.finish()
     waits_for(two, lambda: named(two, "limosa-vault") == [] == named(two, "limosa-mover"))

@@ -76,7 +76,7 @@ def ranks_of(job: dict[str, Any], pid: int) -> list[tuple[int, int, int]]:
     return [(one["rank"], one["ranks"], one["gpu"]) for one in found]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_one_rank_moves_and_ps_tells_where_each_is(three: Any) -> None:
     """The other stays. What comes out is what comes out of a job that nobody touched."""
     job = Ranks(three, "job")
@@ -100,7 +100,7 @@ def test_one_rank_moves_and_ps_tells_where_each_is(three: Any) -> None:
     assert found == Ranks(three, "twin").end(len(found[0]))
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_one_ranks_process_alone_is_refused_and_the_agent_named(three: Any) -> None:
     job = Ranks(three, "job")
     first, second = job.ranks
@@ -110,7 +110,7 @@ def test_one_ranks_process_alone_is_refused_and_the_agent_named(three: Any) -> N
     goes_on(three, job.folder)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_two_jobs_that_share_a_communicator_are_refused_and_named(three: Any) -> None:
     folder = three.place / "apart"
     folder.mkdir()

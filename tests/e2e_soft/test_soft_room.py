@@ -19,6 +19,7 @@ def small(soft: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     return soft(gpus=2, memory=f"{SIZE}MiB")
 
 
+@pytest.mark.criu
 @pytest.mark.parametrize("way", ["driver", "parked"])
 def test_a_job_that_leaves_nothing_free_comes_back_from_host_memory_and_from_disk(small: Any, way: str) -> None:
     """The mover has a context beside a job that is parked; by the driver's way the job has all there is."""

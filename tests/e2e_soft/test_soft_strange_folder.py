@@ -135,7 +135,7 @@ def test_a_parked_job(traps: Path, soft: Any) -> None:
     own = node.environment()["LD_LIBRARY_PATH"].split(":")[0]
 
     def limosa(*arguments: object, **options: Any) -> Any:
-        found = node.run([LIMOSA, *arguments], cwd=traps, env=hostile(traps, own), limit=60, **options)
+        found = node.run([LIMOSA, *arguments], cwd=traps, env=hostile(traps, own), limit=120, **options)
         assert sprung(traps) == [], arguments
         return found
 

@@ -38,7 +38,7 @@ from limosa.ipc.frames import Frames, Reply, Request, frame, pack_error, unpack_
 ME = os.getpid()
 
 
-def eventually(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+def eventually(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
     end = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < end, "did not happen in time"
@@ -127,7 +127,7 @@ def test_a_bad_map_is_refused_before_the_worker_is_asked():
 
 
 def test_calls_on_different_processes_go_in_parallel():
-    both = threading.Barrier(2, timeout=5)
+    both = threading.Barrier(2, timeout=60)
     with Driver(start=Threads({"checkpoint": lambda pid: both.wait() and None})) as driver:
         threads = [threading.Thread(target=driver.checkpoint, args=(pid, 5.0)) for pid in (1, 2)]
         for thread in threads:
@@ -139,7 +139,7 @@ def test_calls_on_different_processes_go_in_parallel():
 
 
 def test_states_of_several_processes_are_asked_at_once():
-    three = threading.Barrier(3, timeout=5)
+    three = threading.Barrier(3, timeout=60)
 
     def state(pid: int) -> State:
         three.wait()
@@ -163,7 +163,7 @@ def hung() -> Iterator[threading.Event]:
 
 
 def test_a_hung_call_is_given_up_on_and_others_go_to_another_worker(hung: threading.Event):
-    start = Threads({"checkpoint": lambda pid: hung.wait(30) and None, "unlock": lambda pid: None})
+    start = Threads({"checkpoint": lambda pid: hung.wait(90) and None, "unlock": lambda pid: None})
     with Driver(start=start) as driver:
         with pytest.raises(DriverHung, match=r"checkpoint on process 7 has not returned after 0\.05 s") as caught:
             driver.checkpoint(7, limit=0.05)
@@ -175,7 +175,7 @@ def test_a_hung_call_is_given_up_on_and_others_go_to_another_worker(hung: thread
         assert not driver.wait_under_way(7, timeout=0.05)
         assert start.wills == {}, "the first worker ended in the middle of its call"
         hung.set()
-        assert driver.wait_under_way(7, timeout=5)
+        assert driver.wait_under_way(7, timeout=60)
         eventually(lambda: 1 in start.wills)
 
 
@@ -184,9 +184,9 @@ def test_a_call_beside_a_hung_one_still_gets_its_answer_from_the_old_worker(hung
 
     def restore(pid: int, mapping: Any) -> None:
         if pid == 1:
-            hung.wait(30)
+            hung.wait(90)
         else:
-            slow_answered.wait(30)
+            slow_answered.wait(90)
 
     with Driver(start=Threads({"restore": restore})) as driver:
         slow = threading.Thread(target=driver.restore, args=(2, None, 20.0))
@@ -201,7 +201,7 @@ def test_a_call_beside_a_hung_one_still_gets_its_answer_from_the_old_worker(hung
 
 
 def test_a_state_that_waits_behind_a_restore_costs_no_worker(hung: threading.Event):
-    table = {"restore": lambda pid, m: hung.wait(30) and None, "state": lambda pid: hung.wait(30) and "locked"}
+    table = {"restore": lambda pid, m: hung.wait(90) and None, "state": lambda pid: hung.wait(90) and "locked"}
     start = Threads(table)
     with Driver(start=start) as driver:
         restore = threading.Thread(target=driver.restore, args=(5, None, 20.0))
@@ -232,7 +232,7 @@ def test_a_missing_driver_is_found_once_and_kept():
 
 
 def test_the_will_of_a_given_up_worker_goes_to_the_next(hung: threading.Event):
-    start = Threads({"checkpoint": lambda pid: hung.wait(30) and None})
+    start = Threads({"checkpoint": lambda pid: hung.wait(90) and None})
     driver = Driver(start=start)
     driver.set_will(["/bin/true", "x"])
     with pytest.raises(DriverHung):
@@ -281,7 +281,7 @@ def test_calls_under_way_finish_before_the_loop_ends():
     go, log = threading.Event(), []
 
     def restore(pid: int) -> None:
-        go.wait(5)
+        go.wait(60)
         log.append("restored")
 
     loop = threading.Thread(target=lambda: log.append(serve(theirs, {"restore": restore}).wills))
@@ -494,7 +494,7 @@ def test_the_will_runs_when_the_controller_is_gone(controller, tmp_path: Path, w
     (worker,) = said(process, "worker")
     if way == "killed":
         process.kill()
-    process.wait(10)
+    process.wait(60)
     eventually((tmp_path / "done").exists)
     pid, sid, cwd, first, count, ignored = eval((tmp_path / "done").read_text())
     assert (pid, sid, cwd) == (worker, worker, "/")
@@ -509,7 +509,7 @@ def test_the_will_runs_also_where_a_child_of_the_controller_lives_on(controller,
     child, worker = said(process, "child", "worker")
     try:
         process.kill()
-        process.wait(10)
+        process.wait(60)
         eventually((tmp_path / "done").exists)
     finally:
         os.kill(child, signal.SIGKILL)
@@ -519,7 +519,7 @@ def test_the_will_runs_also_where_a_child_of_the_controller_lives_on(controller,
 def test_a_cleared_will_does_not_run(controller, tmp_path: Path):
     process = controller("clear")
     (worker,) = said(process, "worker")
-    process.wait(10)
+    process.wait(60)
     eventually(lambda: ended(worker))
     assert not (tmp_path / "done").exists()
 
@@ -531,7 +531,7 @@ def test_a_killed_worker_is_replaced_at_once_where_a_will_depends_on_it(controll
     heir = eventually(lambda: [pid for pid in children(process.pid) if pid != worker and not ended(pid)])[0]
     eventually(lambda: Path(f"/proc/{heir}/comm").read_text() == "limosa-worker\n")
     process.kill()
-    process.wait(10)
+    process.wait(60)
     eventually((tmp_path / "done").exists)
     assert eval((tmp_path / "done").read_text())[0] == heir
 

@@ -24,7 +24,7 @@ from limosa.gpu.worker_process import Apart, Launched
 from limosa.ipc.frames import Frames, Reply, Request, Sender, frame
 
 
-def eventually(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+def eventually(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
     end = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < end, "it did not come to that"
@@ -142,7 +142,7 @@ os.umask(0o022)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
 print(len({known, other, name()}))
 """
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=30, check=True, umask=0o022)
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120, check=True, umask=0o022)
     assert said.stdout == b"3\n"
     assert used(place) == first
 
@@ -238,7 +238,7 @@ for name in ("a", "b"):
 print(driver.pid, flush=True)
 os._exit(0)
 """
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=30, check=True)
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120, check=True)
     assert int(said.stdout) == first
     for name in ("a", "b"):
         eventually(Path(f"{done}-{name}").exists)

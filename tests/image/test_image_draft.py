@@ -132,7 +132,7 @@ def test_an_empty_folder_that_is_a_mount_point_is_refused_beforehand(tmp_path: P
     bind = f"mount --bind {tmp_path}/other {tmp_path}/image"
     script = f"{bind} && exec {sys.executable} -c '{MOUNT_TEST}' {tmp_path}/image"
     done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", script], capture_output=True, text=True, timeout=30, check=False
+        ["unshare", "-m", "sh", "-c", script], capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stdout) == (0, "refused\n"), done.stderr
 
@@ -237,7 +237,7 @@ def test_the_log_may_be_open_and_written_to_all_along(tmp_path: Path) -> None:
             assert criu.stderr is not None
             assert criu.stderr.readline() == b"ready\n"
             draft.commit(manifest()).close()
-            criu.communicate(b"go\n", timeout=20)
+            criu.communicate(b"go\n", timeout=120)
         finally:
             criu.kill()
             criu.wait()

@@ -89,7 +89,7 @@ def dead_owner() -> str:
     child = subprocess.Popen(["sleep", "30"])
     start = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
     child.kill()
-    child.wait(timeout=10)
+    child.wait(timeout=60)
     return f"{child.pid}@{start}"
 
 
@@ -146,7 +146,7 @@ def test_litter_of_a_living_process_is_left_alone(tmp_path: Path) -> None:
                 remove(draft.path)
             assert e.value.exit_code == 19
             child.kill()
-            child.wait(timeout=10)
+            child.wait(timeout=60)
             remove(draft.path)
             assert list(tmp_path.iterdir()) == []
     finally:

@@ -16,7 +16,7 @@ from limosa.errors import Busy
 from limosa.operation import across_namespaces
 from limosa.process.identity import Identity
 
-pytestmark = [pytest.mark.root, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.root, pytest.mark.timeout(300)]
 MANY = 12
 READ_LOCK = struct.pack("hhqqi0q", fcntl.F_RDLCK, os.SEEK_SET, 0, 1, 0)
 
@@ -28,7 +28,7 @@ def apart() -> Iterator[list[Identity]]:
     found, fds = [], []
     try:
         for maker in makers:
-            children, end = Path(f"/proc/{maker.pid}/task/{maker.pid}/children"), time.monotonic() + 20
+            children, end = Path(f"/proc/{maker.pid}/task/{maker.pid}/children"), time.monotonic() + 60
             while not (words := children.read_text().split()):
                 assert time.monotonic() < end
                 time.sleep(0.01)

@@ -74,7 +74,7 @@ def test_of_many_at_once_one_has_the_job(own_runtime: Path) -> None:
     begin = threading.Barrier(6)
 
     def one(name: str) -> None:
-        begin.wait(10)
+        begin.wait(60)
         try:
             claims.make(mine(name, ME))
             got.append(name)

@@ -139,7 +139,7 @@ MOMENTS = ["before lock", "after lock", "after all locks", "in checkpoint", "aft
 
 def ended(pid: int) -> None:
     """Waits until it is no more than a zombie."""
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while time.monotonic() < end:
         try:
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":

@@ -44,7 +44,7 @@ def test_an_image_that_was_removed_is_not_named_in_json_either(runtime: Path, tm
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as gone:
         who = Identity.of(gone.pid)
         gone.kill()
-        gone.wait(10)
+        gone.wait(60)
     (tmp_path / "whole").mkdir()
     for name in ("never", "whole"):
         header = Header(id=f"restore-{name}", operation="restore", roots=[], controller=who, image=str(tmp_path / name))
@@ -58,7 +58,7 @@ def test_the_record_of_a_job_that_was_killed_while_suspended_is_removed(runtime:
         operation.recover()
         assert path.exists(), "it lives"
         os.kill(job.pid, 9)
-        job.wait(10)
+        job.wait(60)
     operation.recover()
     assert not path.exists()
 

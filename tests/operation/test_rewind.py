@@ -440,7 +440,7 @@ def test_root_makes_and_cuts_nothing_where_a_user_exchanges_his_folder_for_roots
     with subprocess.Popen(argv, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        end = time.monotonic() + 15
+        end = time.monotonic() + 60
         while (done < 8 or undone < 8) and time.monotonic() < end:
             try:
                 cut.do()

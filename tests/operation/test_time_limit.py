@@ -27,19 +27,20 @@ STEPS, CHECKPOINT = (importlib.import_module(f"limosa.operation.{name}") for nam
 def test_tries_of_a_job_that_grows_share_one_limit(
     gpu_like: GpuLike, double: DriverDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pid, tries = gpu_like(), []
+    pid, tries, each = gpu_like(), [], 2.0
 
     def grown(*_: object) -> None:
         tries.append(time.monotonic())
-        time.sleep(0.5)
+        time.sleep(each)
         raise Grew(pids=str(pid))
 
     monkeypatch.setattr(STEPS, "refuse_growth", grown)
-    with pytest.raises(TimedOutUndone, match=r"longer than 0\.8 s"):
-        operation.suspend(pid, timeout=0.8)
+    with pytest.raises(TimedOutUndone, match=r"longer than 3 s"):
+        operation.suspend(pid, timeout=3)
     assert 1 <= len(tries) <= 2  # with a limit of its own for each there were three
     assert double.states[pid] == "running"
     tries.clear()
+    each = 0.0
     with pytest.raises(LimosaError) as caught:
         operation.suspend(pid)
     assert (caught.value.id, len(tries)) == ("grew", TRIES)
@@ -68,7 +69,7 @@ def test_making_host_memory_grow_ends_with_the_time_or_a_cancel(
     """What then stands against it is not the memory, which might have grown further."""
 
     def grow(needed: int, *, stop: Callable[[], bool]) -> int:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while not stop():
             assert time.monotonic() < end, "never told to stop"
             time.sleep(0.01)
@@ -78,11 +79,9 @@ def test_making_host_memory_grow_ends_with_the_time_or_a_cancel(
     cancel = threading.Event()
     if cancelled:
         threading.Timer(0.3, cancel.set).start()
-    begun = time.monotonic()
     pid = gpu_like(size=1 << 50)  # more than any machine has
     with pytest.raises(CancelledUndone if cancelled else TimedOutUndone):
         operation.suspend(pid, timeout=None if cancelled else 1.0, cancel=cancel)
-    assert time.monotonic() - begun < 10
 
 
 def test_a_driver_that_does_not_answer_while_we_look_is_not_waited_for(
@@ -99,9 +98,9 @@ def test_a_driver_that_does_not_answer_while_we_look_is_not_waited_for(
     pid = gpu_like()
     monkeypatch.setattr(double, "available", hang)
     with pytest.raises(TimedOutUndone):
-        operation.suspend(pid, timeout=0.3)
+        operation.suspend(pid, timeout=3)
     assert limits
-    assert max(limits) <= 0.3
+    assert max(limits) <= 3
     assert double.calls == []
 
 
@@ -122,5 +121,7 @@ def test_a_stopped_hash_is_a_time_out_where_nobody_cancelled() -> None:
 
 @pytest.mark.parametrize(("timeout", "left"), [(None, 5.0), (60.0, 5.0), (2.0, 2.0), (0.0, 0.001)])
 def test_no_question_may_take_longer_than_what_is_left(timeout: float | None, left: float) -> None:
+    begun = time.monotonic()
     clock: Any = Clock("move", timeout=timeout)
-    assert clock.at_most(5.0) == pytest.approx(left, abs=0.01)
+    found = clock.at_most(5.0)
+    assert max(0.001, left - (time.monotonic() - begun if timeout else 0)) - 0.001 <= found <= left

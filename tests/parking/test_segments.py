@@ -152,7 +152,7 @@ def unsealed() -> int:
     return fd
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("made", "offset", "bytes_"),
     [

@@ -39,7 +39,7 @@ class Job:
     def identity(self) -> Identity:
         return Identity.of(self.pid)
 
-    def wait_ready(self, limit: float = 30) -> None:
+    def wait_ready(self, limit: float = 90) -> None:
         end = time.monotonic() + limit
         while not (self.folder / "ready").exists():
             assert self.process.poll() is None, (self.folder / "log").read_text()
@@ -94,4 +94,4 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
                 end([identity.pid for identity in job_tree(Identity.of(one.process.pid))])
             end([one.pid] if one.process.poll() is None else [])
             one.process.kill()
-            one.process.wait(10)
+            one.process.wait(60)

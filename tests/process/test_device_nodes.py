@@ -38,7 +38,7 @@ print("nameless", oct(os.fstat(fd).st_mode))
 def said(tmp_path: Path, path: str | None) -> dict[str, str]:
     env = {**os.environ, "LD_PRELOAD": str(device_nodes.LIBRARY)} | ({"LIMOSA_SEES": path} if path else {})
     done = subprocess.run(
-        [sys.executable, "-c", TRIES, str(tmp_path)], env=env, capture_output=True, text=True, timeout=20, check=False
+        [sys.executable, "-c", TRIES, str(tmp_path)], env=env, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
     return dict(line.split(" ", 1) for line in done.stdout.splitlines())

@@ -24,7 +24,7 @@ def sleeper():
     process.stdout.readline()
     yield process
     process.kill()
-    process.wait(10)
+    process.wait(60)
     process.stdout.close()
 
 
@@ -43,7 +43,7 @@ def test_a_zombie_and_one_that_is_gone_are(sleeper: subprocess.Popen[bytes]) -> 
     sleeper.kill()
     until(lambda: identity.read_stat(sleeper.pid).ended)
     assert ending(sleeper.pid)
-    sleeper.wait(10)
+    sleeper.wait(60)
     assert ending(sleeper.pid)
 
 

@@ -76,19 +76,19 @@ def folder(request: pytest.FixtureRequest) -> Iterator[Path]:
         yield path
     finally:
         server.kill()  # whoever waits for it goes on
-        server.wait(10)
-        subprocess.run(["umount", "-l", path / "mount"], check=True, timeout=10)
+        server.wait(60)
+        subprocess.run(["umount", "-l", path / "mount"], check=True, timeout=60)
         shutil.rmtree(path)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("wanted", "said"), [("memory", "a descriptor of what is no memory"), ("sockets", "[False, False, False]")]
 )
 def test_root_closes_none_itself(folder: Path, wanted: str, said: str) -> None:
     connections = Path("/sys/fs/fuse/connections")
     if not list(connections.iterdir()):
-        subprocess.run(["mount", "-t", "fusectl", "none", connections], check=True, timeout=10)
+        subprocess.run(["mount", "-t", "fusectl", "none", connections], check=True, timeout=60)
     env = {"PYTHONPATH": str(Path(limosa.__file__).parents[1]), "PATH": os.environ["PATH"]}
     socket_path = str(folder / "socket")
     takes = subprocess.Popen(
@@ -102,13 +102,13 @@ def test_root_closes_none_itself(folder: Path, wanted: str, said: str) -> None:
             subprocess.Popen([sys.executable, "-c", GIVES, socket_path, folder / "mount" / "f", str(USER)], text=True)
         )
         assert takes.stdout.readline() == f"{said}\n"
-        takes.wait(10)  # it has ended: nobody waits for the file system
+        takes.wait(60)  # it has ended: nobody waits for the file system
     finally:
         for one in doomed:
             one.kill()
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 def test_roots_logs_opens_nothing_there(folder: Path) -> None:
     command = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "sleep", "60"]
     job = subprocess.Popen(command)
@@ -119,7 +119,7 @@ def test_roots_logs_opens_nothing_there(folder: Path) -> None:
             job_log.open_said(str(folder / "mount" / "f"), job.pid)
     finally:
         job.kill()
-        job.wait(10)
+        job.wait(60)
 
 
 LINGERS = """
@@ -148,7 +148,7 @@ signal.pause()
 """
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("sent", "wanted"), [(1, 0), (5, 3), (3, 3)])
 def test_what_a_user_sends_may_linger_and_holds_nobody_up(sent: int, wanted: int) -> None:
     """The kernel closes what nobody wants, and what nobody has read, in the thread of whoever ends the connection."""
@@ -172,11 +172,11 @@ def test_what_a_user_sends_may_linger_and_holds_nobody_up(sent: int, wanted: int
             assert time.monotonic() - begun < 1
         finally:
             theirs.kill()
-            theirs.wait(10)
+            theirs.wait(60)
             shutil.rmtree(place)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 def test_a_socket_that_lingers_holds_nobody_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         theirs = socket.create_connection(listening.getsockname())

@@ -95,7 +95,7 @@ def test_a_python_of_ours_loads_this_limosa_and_nothing_from_where_it_is(tmp_pat
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "variable"))
     monkeypatch.setattr(sys, "path", ["", str(tmp_path / "here"), *sys.path, str(tmp_path)])  # as of `python -m limosa`
-    done = start.run(start.python("probe_of_start"), capture_output=True, timeout=30)
+    done = start.run(start.python("probe_of_start"), capture_output=True, timeout=120)
     assert (done.stderr, done.returncode) == (b"", 7)
     assert done.stdout.decode().split() == [limosa.__file__, limosa_softgpu.__file__, msgspec.__file__]
 
@@ -114,7 +114,7 @@ def test_the_software_gpu_is_taken_from_beside_this_limosa_and_only_where_the_sa
     argv = [sys.executable, "-I", str(tmp_path / "limosa/boot.py"), str(tmp_path / "elsewhere"), "limosa.probe"]
 
     def said() -> str:
-        done = start.run(argv, capture_output=True, timeout=30)
+        done = start.run(argv, capture_output=True, timeout=120)
         return (done.stdout or done.stderr.splitlines()[-1]).decode().strip()
 
     beside = tmp_path / "limosa_softgpu"
@@ -143,7 +143,7 @@ def test_the_software_gpu_beside_this_limosa_is_of_it_unless_another_user_put_it
 def test_dependencies_that_only_our_own_path_has_are_found(tmp_path, monkeypatch):
     (tmp_path / "only_here.py").write_text("def main(arguments):\n    print('found', arguments)\n    return 7\n")
     monkeypatch.syspath_prepend(tmp_path)
-    done = start.run(start.python("only_here", "a", "b"), capture_output=True, timeout=30)
+    done = start.run(start.python("only_here", "a", "b"), capture_output=True, timeout=120)
     assert (done.stdout, done.returncode) == (b"found ['a', 'b']\n", 7)
 
 

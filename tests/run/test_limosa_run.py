@@ -18,7 +18,7 @@ from limosa.process.identity import Identity
 from limosa.process.records import EndedRecord, RunRecord
 
 
-def wait_record(limit: float = 20) -> RunRecord:
+def wait_record(limit: float = 60) -> RunRecord:
     """The record of the one job that ``limosa run`` has started."""
     end = time.monotonic() + limit
     while not (found := RunRecord.all()):
@@ -27,7 +27,7 @@ def wait_record(limit: float = 20) -> RunRecord:
     return found[0]
 
 
-def wait_text(path: Path, text: str, limit: float = 20) -> None:
+def wait_text(path: Path, text: str, limit: float = 60) -> None:
     end = time.monotonic() + limit
     while not (path.exists() and text in path.read_text()):
         assert time.monotonic() < end, path.read_text() if path.exists() else f"{path} is not there"

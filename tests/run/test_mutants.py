@@ -37,7 +37,7 @@ def test_the_page_tells_of_each_that_survives_with_a_reason():
     assert set(told) == {m.name for m in MUTANTS if m.reason}
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_a_mistake_is_found_in_a_copy_and_a_harmless_change_is_not(tmp_path):
     """What the tests of the copy import is the copy, also in programs that they start with ``-I``."""
     checkout = (TESTS.parent / "src/limosa/process/identity.py").read_bytes()

@@ -18,14 +18,14 @@ pytestmark = pytest.mark.criu
 COUNTER = [sys.executable, VICTIMS / "counter.py"]
 
 
-def wait_text(path: Path, text: str, limit: float = 20) -> None:
+def wait_text(path: Path, text: str, limit: float = 60) -> None:
     end = time.monotonic() + limit
     while not (path.exists() and text in path.read_text()):
         assert time.monotonic() < end, path.read_text() if path.exists() else f"{path} is not there"
         time.sleep(0.01)
 
 
-def wait_more(path: Path, limit: float = 20) -> None:
+def wait_more(path: Path, limit: float = 60) -> None:
     """Until the counter goes on."""
     before, end = path.stat().st_size, time.monotonic() + limit
     while path.stat().st_size <= before:
@@ -33,7 +33,7 @@ def wait_more(path: Path, limit: float = 20) -> None:
         time.sleep(0.01)
 
 
-def wait_following(pid: int, limit: float = 20) -> None:
+def wait_following(pid: int, limit: float = 60) -> None:
     """Until a limosa catches what it passes on: SIGUSR1 says so, which no other verb catches."""
     end = time.monotonic() + limit
     while True:

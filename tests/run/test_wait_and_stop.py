@@ -29,7 +29,7 @@ from limosa.process.records import SuspendRecord
 KNOWN = tuple(map(int, platform.release().split(".")[:2])) >= (6, 15)  # since then the kernel keeps exit codes
 
 
-def gone(pid: int, limit: float = 10) -> bool:
+def gone(pid: int, limit: float = 60) -> bool:
     end = time.monotonic() + limit
     while Path(f"/proc/{pid}").exists() and time.monotonic() < end:
         time.sleep(0.02)
@@ -41,7 +41,7 @@ GO = "while [ ! -e go ]; do sleep 0.05; done; "
 
 def until_it_waits(process):
     """Until a limosa holds a pidfd: it has found the job and waits for its end."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + 90
     while True:
         with contextlib.suppress(OSError):
             links = [os.readlink(f"/proc/{process.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{process.pid}/fd")]

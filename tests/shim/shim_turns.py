@@ -8,7 +8,7 @@ from limosa.parking.protocol import Stand
 from limosa.parking.shim import GateStaysOpen, Shim
 
 
-def away(shim: Shim, seconds: float = 5) -> tuple[list[int], list[int]]:
+def away(shim: Shim, seconds: float = 60) -> tuple[list[int], list[int]]:
     """Close, put everything away: ids and descriptors."""
     shim.close_gate(seconds)
     ids = [memory.id for memory in shim.memories() if not memory.shared]
@@ -26,7 +26,7 @@ def back(shim: Shim, ids: list[int], fds: list[int]) -> None:
         os.close(fd)
 
 
-def cycle(shim: Shim, seconds: float = 5) -> None:
+def cycle(shim: Shim, seconds: float = 60) -> None:
     """Everything away and back.
 
     Raises:
@@ -35,7 +35,7 @@ def cycle(shim: Shim, seconds: float = 5) -> None:
     back(shim, *away(shim, seconds))
 
 
-def cycled(shim: Shim, seconds: float = 2) -> bool:
+def cycled(shim: Shim, seconds: float = 20) -> bool:
     """The same; False where the gate did not close in time."""
     try:
         cycle(shim, seconds)

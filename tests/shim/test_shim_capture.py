@@ -14,7 +14,7 @@ from limosa.parking.protocol import Stand
 from limosa.parking.shim import GateStaysOpen, Shim
 from limosa.process.identity import Identity
 
-pytestmark = [pytest.mark.root, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.root, pytest.mark.timeout(300)]
 CYCLES = 40
 # What the job has beside the usual: one capture, by steps; threads that capture nearly all the time.
 WORDS = """

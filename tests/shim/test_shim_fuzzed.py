@@ -19,7 +19,7 @@ from limosa.parking.protocol import MAGIC, MESSAGE, VERSION, Verb
 from limosa.parking.shim import Shim
 from limosa.process.identity import Identity
 
-pytestmark = [pytest.mark.root, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.root, pytest.mark.timeout(300)]
 
 
 @pytest.fixture

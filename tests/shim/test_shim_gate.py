@@ -20,7 +20,7 @@ from limosa.parking.protocol import Stand
 from limosa.parking.shim import GateStaysOpen, Shim
 from limosa.process.identity import Identity
 
-pytestmark = [pytest.mark.root, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.root, pytest.mark.timeout(300)]
 CYCLES = 60
 NANOSECONDS = 200  # a generous bound: a call passes the gate in ten or so on an idle machine
 

@@ -16,7 +16,7 @@ from limosa.parking.shim import Shim, ShimError
 from limosa.process.identity import Identity
 
 MIB = 1 << 20
-pytestmark = [pytest.mark.root, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.root, pytest.mark.timeout(300)]
 STACK = "ok(cu.cuCtxGetLimit(cu.CUlimit.CU_LIMIT_STACK_SIZE))"
 
 
@@ -48,7 +48,7 @@ def largest(pid: int) -> int:
     return max(int(end, 16) - int(begin, 16) for begin, end in found)
 
 
-def settled(read: Callable[[], int], wanted: Callable[[int], bool], limit: float = 5) -> int:
+def settled(read: Callable[[], int], wanted: Callable[[int], bool], limit: float = 60) -> int:
     end = time.monotonic() + limit
     while not wanted(value := read()):
         assert time.monotonic() < end, value

@@ -14,7 +14,7 @@ from limosa.parking.protocol import MAGIC, MESSAGE, MOST, VERSION, Verb
 from limosa.parking.shim import Shim, ShimError
 from limosa.process.identity import Identity
 
-pytestmark = [pytest.mark.root, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.root, pytest.mark.timeout(300)]
 
 
 @pytest.fixture

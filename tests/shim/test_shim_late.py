@@ -13,7 +13,7 @@ from softgpu.far import Far, until
 from limosa.parking.shim import Shim
 
 MIB = 1 << 20
-pytestmark = [pytest.mark.root, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.root, pytest.mark.timeout(300)]
 # What jobs here have beside the usual: a stream that does nothing before it is told to, and captures.
 WORDS = """
 library = ctypes.CDLL("libcuda.so.1")

@@ -14,7 +14,7 @@ from limosa.parking.shim import Shim
 from limosa.process.identity import Identity
 
 MIB = 1 << 20
-pytestmark = [pytest.mark.root, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.root, pytest.mark.timeout(300)]
 Both = tuple[Far, Far]
 
 

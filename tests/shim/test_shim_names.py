@@ -21,7 +21,7 @@ from limosa.parking.protocol import MAGIC, MESSAGE, OLD_VERSION, STAND_IN, Stand
 from limosa.parking.shim import Shim, ShimError
 from limosa.process.identity import Identity
 
-pytestmark = [pytest.mark.root, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.root, pytest.mark.timeout(300)]
 HANDLE = "ctypes.string_at(ok(cu.cuIpcGetMemHandle(address)).getPtr(), 64).hex()"
 OPENED = """
 def opens(raw):
@@ -153,7 +153,7 @@ def test_a_socket_that_is_gone_is_made_anew(job: Far) -> None:
     job(f"os.dup2(one.fileno(), {fd}); one.close()")
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as wakes:
         wakes.connect(before)  # it waits for whoever connects to the one that is gone
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while name_of(job.pid) == before:
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -162,7 +162,7 @@ def test_a_socket_that_is_gone_is_made_anew(job: Far) -> None:
     sockets = (
         "sum(n > 900 and os.path.realpath(path(n)).count('socket:') for n in map(int, os.listdir('/proc/self/fd')))"
     )
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while job(sockets) != 1:  # our connection is closed there a moment after it is closed here
         assert time.monotonic() < end, "what stood in for it is closed"
         time.sleep(0.01)

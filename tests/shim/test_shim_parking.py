@@ -17,7 +17,7 @@ from limosa.parking.shim import GateStaysOpen, Shim, ShimError
 from limosa.process.identity import Identity
 
 MIB = 1 << 20
-pytestmark = [pytest.mark.root, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.root, pytest.mark.timeout(300)]
 
 
 def test_hello_and_list(job: Far, shim: Shim) -> None:

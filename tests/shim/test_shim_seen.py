@@ -20,7 +20,7 @@ def asleep(preload: Path | None) -> Iterator[int]:
     with subprocess.Popen(["sh", "-c", "echo there; exec sleep 60"], env=env, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"there\n"
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while b"sleep" not in Path(f"/proc/{process.pid}/cmdline").read_bytes()[:5] and time.monotonic() < end:
             time.sleep(0.01)
         try:
@@ -33,7 +33,7 @@ def test_a_library_that_was_replaced_since_is_seen(library: Path, tmp_path: Path
     """A newer Limosa takes the place of the one that the job was started with."""
     old = shutil.copy(library, tmp_path)
     with asleep(old) as pid:
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while not under_shim(pid) and time.monotonic() < end:
             time.sleep(0.01)
         assert under_shim(pid)

@@ -13,7 +13,7 @@ import pytest
 
 from limosa.native.build import SHIM
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 PROGRAMS = {
     "capturing.c": ("capture.c", "gate.c"),
     "tables.c": ("memory.c",),

@@ -90,8 +90,8 @@ class Rank:
         self.device = int(os.environ["LOCAL_RANK"])
         self.store = Client(int(os.environ["MASTER_PORT"]))
         self.watchdog = Watchdog() if options.watchdog else None
-        if self.rank and options.late:
-            time.sleep(options.late)
+        while self.rank and options.late and not os.path.exists(options.late):
+            time.sleep(0.01)
         nccl.device(self.device)
 
     def world(self, key: str) -> int:
@@ -288,7 +288,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--linger", type=float, default=0, help="seconds that rank 0 stays at its end")
     parser.add_argument("--load", help="a library that is loaded first")
     parser.add_argument("--made-by", default="ncclCommInitRankConfig")
-    parser.add_argument("--late", type=float, default=0, help="seconds after which all but rank 0 begin")
+    parser.add_argument("--late", help="a file: all but rank 0 begin once it is there")
     ways = "p2p groups threads nonblocking capture operators watchdog anew register window memory newer abort named"
     for name in ways.split():
         parser.add_argument(f"--{name}", action="store_true")

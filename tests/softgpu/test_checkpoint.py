@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from softgpu.far import Far, until
+from softgpu.far import Far, quick_enough, until
 
 from limosa.native.build import compilers
 from limosa_softgpu.state import opened
 
 MIB = 1 << 20
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture
@@ -59,6 +59,21 @@ def of_the_node(pid: int) -> list[str]:
     with open(f"/proc/{pid}/maps") as file:
         found += [line.split(maxsplit=5)[-1].strip() for line in file if "/" in line]
     return [path for path in found if path.startswith("/dev/nvidia")]
+
+
+class HeldIn:
+    """A target that is held in a step of a call until it is let go."""
+
+    def __init__(self, node: Any, step: str, how: str = "hang"):
+        self._switches = node.switches
+        self._rule = self._switches.add(f"function=step:{step} {how}")
+
+    def begun(self) -> None:
+        """Waits until a call has come there."""
+        until(lambda: self._switches.count(self._rule) > 0)
+
+    def __call__(self) -> None:
+        self._switches.remove(self._rule)
 
 
 def waiting(node: Any) -> list[str]:
@@ -179,9 +194,13 @@ def test_a_process_can_put_itself_aside(who: str, job: Far, controller: Far) -> 
 
 def test_a_kernel_that_does_not_end_makes_a_lock_time_out(job: Far, controller: Far) -> None:
     job("spin()")
-    before = time.monotonic()
-    assert controller.lock(job.pid, 200) == "NOT_READY"
-    assert 0.2 <= time.monotonic() - before < 2
+
+    def gives_up() -> float:
+        before = time.monotonic()
+        assert controller.lock(job.pid, 200) == "NOT_READY"
+        return time.monotonic() - before
+
+    quick_enough(gives_up, 0.2, 2)
     assert controller.state(job.pid) == "running"
     job("ok(cu.cuMemAlloc(1024))")  # the gate is open again
     synchronising = job.send("context() or ok(cu.cuCtxSynchronize())")
@@ -207,20 +226,20 @@ def test_requests_queue_up_and_each_is_answered_once(job: Far, far: Callable[...
 
 
 def test_a_state_query_waits_for_the_checkpoint_under_way(new_node: Callable[..., Any]) -> None:
-    node = new_node(rates={"checkpoint_fixed": 0.5, "restore_fixed": 0.4})
+    node = new_node()
     job, controller, other = Far(node), Far(node), Far(node)
     job("start()")
     assert controller.lock(job.pid) == "SUCCESS"
-    before = time.monotonic()
+    let_go = HeldIn(node, "checkpoint-saved")
     under_way = controller.send(f"checkpoint({job.pid})")
+    let_go.begun()
+    query = other.send(f"state({job.pid})")
     time.sleep(0.2)
-    assert other.state(job.pid) == "checkpointed"
-    assert time.monotonic() - before > 0.45
+    assert not query.done
+    let_go()
+    assert query.value() == "checkpointed"
     assert under_way.value() == "SUCCESS"
-    before = time.monotonic()
-    assert controller("ok(cu.cuInit(0))") is None
-    assert controller.restore(job.pid) == "SUCCESS"
-    assert 0.4 <= time.monotonic() - before < 2
+    controller.resume(job.pid)
 
 
 def test_a_stopped_target_is_waited_for(job: Far, controller: Far, node: Any) -> None:
@@ -254,12 +273,14 @@ def test_a_controller_killed_while_it_waits_its_turn_is_forgotten(job: Far, far:
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_lock_that_still_waits_when_its_controller_dies_is_not_taken(
-    inside: bool, job: Far, far: Callable[..., Far]
+    inside: bool, job: Far, far: Callable[..., Far], node: Any
 ) -> None:
     job("spin()")
     waiting_call = job.send("ok(cu.cuCtxSynchronize())", main=True) if inside else None
     doomed, other = far(), far()
+    held = HeldIn(node, "lock-begin", "delay=0")  # by the kernel alone
     doomed.send(f"lock({job.pid})")
+    held.begun()
     time.sleep(0.5)
     query = other.send(f"state({job.pid})")
     time.sleep(0.2)
@@ -267,7 +288,7 @@ def test_a_lock_that_still_waits_when_its_controller_dies_is_not_taken(
     assert other(f"thread_id({job.pid})") > 0  # which can be seen from outside
     doomed.process.kill()
     doomed.process.wait()
-    assert query.value(5) == "running"
+    assert query.value() == "running"
     job.send("release()").value()
     if waiting_call:
         waiting_call.value()
@@ -303,20 +324,25 @@ def test_what_a_killed_controller_leaves_is_cleared_up_by_the_next(
 
 
 def test_a_controller_killed_in_mid_checkpoint_leaves_it_to_be_finished(new_node: Callable[..., Any]) -> None:
-    node = new_node(rates={"checkpoint_fixed": 0.4, "restore_fixed": 0.4})
+    node = new_node()
     job, other = Far(node), Far(node)
     job("start()")
     job("plain(4, 1)")
     other("ok(cu.cuInit(0))")
-    for call, state in (("checkpoint", "checkpointed"), ("restore", "locked")):
+    for call, step, state in (
+        ("checkpoint", "checkpoint-saved", "checkpointed"),
+        ("restore", "restore-claimed", "locked"),
+    ):
         doomed = Far(node)
         doomed("ok(cu.cuInit(0))")
         if call == "checkpoint":
             assert doomed.lock(job.pid) == "SUCCESS"
+        let_go = HeldIn(node, step)
         doomed.send(f"{call}({job.pid})")
-        time.sleep(0.15)
+        let_go.begun()
         doomed.process.kill()
         doomed.process.wait()
+        let_go()
         assert other.state(job.pid) == state
     assert other.unlock(job.pid) == "SUCCESS"
     assert job("intact()")
@@ -324,7 +350,7 @@ def test_a_controller_killed_in_mid_checkpoint_leaves_it_to_be_finished(new_node
 
 @pytest.mark.parametrize("call", ["lock", "checkpoint", "restore"])
 def test_a_target_killed_in_the_middle_is_told_to_its_controller(call: str, new_node: Callable[..., Any]) -> None:
-    node = new_node(rates={"checkpoint_fixed": 1, "restore_fixed": 1})
+    node = new_node()
     job, controller = Far(node), Far(node)
     job("start()")
     controller("ok(cu.cuInit(0))")
@@ -334,11 +360,13 @@ def test_a_target_killed_in_the_middle_is_told_to_its_controller(call: str, new_
         assert controller.lock(job.pid) == "SUCCESS"
     if call == "restore":
         assert controller.checkpoint(job.pid) == "SUCCESS"
+    steps = {"lock": "lock-begin", "checkpoint": "checkpoint-saved", "restore": "restore-claimed"}
+    held = HeldIn(node, steps[call], "delay=0" if call == "lock" else "hang")  # the lock waits for the kernel
     under_way = controller.send(f"{call}({job.pid})")
-    time.sleep(0.2)
+    held.begun()
     assert not under_way.done
     os.kill(job.pid, signal.SIGKILL)
-    assert under_way.value(2) == "OPERATING_SYSTEM"
+    assert under_way.value() == "OPERATING_SYSTEM"
     assert controller.state(job.pid) in ("OPERATING_SYSTEM", "NOT_INITIALIZED")
     assert waiting(node) == []
     assert node.switches.used(0) >= 4 * MIB
@@ -346,15 +374,16 @@ def test_a_target_killed_in_the_middle_is_told_to_its_controller(call: str, new_
 
 
 def test_a_target_that_was_stopped_and_becomes_another_program_does_not_hang_its_controller(
-    far: Callable[..., Far], controller: Far
+    far: Callable[..., Far], controller: Far, node: Any
 ) -> None:
     job = far()
     job("start()")
     job("spin()")
+    held = HeldIn(node, "lock-begin", "delay=0")  # by the kernel alone
     lock = controller.send(f"lock({job.pid})")
-    time.sleep(0.1)
+    held.begun()
     job.send("os.execv('/bin/sleep', ['sleep', '60'])")
-    assert lock.value(5) == "OPERATING_SYSTEM"
+    assert lock.value() == "OPERATING_SYSTEM"
     assert controller.state(job.pid) == "NOT_INITIALIZED"
 
 
@@ -575,10 +604,16 @@ def test_rates_and_fixed_costs_are_kept(new_node: Callable[..., Any]) -> None:
     job("plain(16, 1)")
     controller("ok(cu.cuInit(0))")
     assert controller.lock(job.pid) == "SUCCESS"
-    for call, seconds in ((controller.checkpoint, 0.5), (controller.restore, 0.25)):
-        before = time.monotonic()
-        assert call(job.pid) == "SUCCESS"
-        assert seconds <= time.monotonic() - before < seconds + 0.5
+    times = {"checkpoint": 0.5, "restore": 0.25}
+    took = dict.fromkeys(times, 1e9)
+    for _ in range(8):  # the quickest: whoever is held up only takes longer
+        for call, seconds in times.items():
+            took[call] = min(took[call], seconds_of(controller, f"assert {call}({job.pid}) == 'SUCCESS'"))
+            assert took[call] >= seconds, call
+        if all(took[call] < seconds + 0.5 for call, seconds in times.items()):
+            break
+    else:
+        raise AssertionError(took)
     assert controller.unlock(job.pid) == "SUCCESS"
 
 
@@ -601,11 +636,17 @@ def test_every_step_and_every_copy_takes_its_time(new_node: Callable[..., Any]) 
         "ok(cu.cuMemHostAlloc(8 * MIB, 0))": 0.1,
         "ok(cu.cuMemAlloc(4096))": 0,
     }.items():
-        assert seconds <= seconds_of(job, code) < seconds + 0.4, code
+        quick_enough(lambda code=code: seconds_of(job, code), seconds, seconds + 0.4)
     steps = {"lock": 0.15, "checkpoint": 0.1 + 24 / 80, "restore": 0.25, "unlock": 0.2}
-    for call, seconds in steps.items():
-        took = seconds_of(controller, f"assert {call}({job.pid}) == 'SUCCESS'")
-        assert seconds <= took < seconds + 0.5, call
+    took = dict.fromkeys(steps, 1e9)
+    for _ in range(8):
+        for call, seconds in steps.items():
+            took[call] = min(took[call], seconds_of(controller, f"assert {call}({job.pid}) == 'SUCCESS'"))
+            assert took[call] >= seconds, call
+        if all(took[call] < seconds + 0.5 for call, seconds in steps.items()):
+            break
+    else:
+        raise AssertionError(took)
     assert job("intact()")
 
 

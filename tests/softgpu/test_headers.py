@@ -131,7 +131,7 @@ def answers(compiler: list[str], folder: Path, source: str, name: str, flags: li
         check=False,
     )
     assert built.returncode == 0, f"{name} headers lack what ours have, or the other way round:\n{built.stderr[:5000]}"
-    ran = subprocess.run([str(path.with_suffix(""))], capture_output=True, text=True, timeout=10, check=True)
+    ran = subprocess.run([str(path.with_suffix(""))], capture_output=True, text=True, timeout=120, check=True)
     return dict(line.split(" = ") for line in ran.stdout.splitlines())
 
 

@@ -9,7 +9,7 @@ import pytest
 from softgpu.far import Far
 
 MIB = 1 << 20
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(300)
 
 # What the far end needs beside what far.py gives it.
 WORDS = """
@@ -362,7 +362,7 @@ def test_many_threads_allocate_and_free(job: Far) -> None:
         "threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]\n"
         "for thread in threads: thread.start()\n"
     )
-    job("for thread in threads: thread.join(60)", limit=70)
+    job("for thread in threads: thread.join(60)")
     assert job("wrong") == []
     assert job("free()") == before
 

@@ -14,7 +14,7 @@ from softgpu.far import Far
 from limosa.native.build import DRIVER, compilers
 from limosa_softgpu.build import SOFTGPU
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 LINE = re.compile(r"FUNCTION\((\w+), (\w+), (\d+), ([01]), \w+\)")
 
 
@@ -28,7 +28,7 @@ def listed() -> list[tuple[str, str, int, bool]]:
 def exported(libraries: None) -> set[str]:
     told = subprocess.run(
         ["nm", "-D", "--defined-only", str(SOFTGPU / "libcuda.so.1")],
-        check=True, capture_output=True, text=True, timeout=30,
+        check=True, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     return {line.split()[-1] for line in told.stdout.splitlines()}
 
@@ -106,7 +106,7 @@ def test_the_newest_function_that_is_old_enough(job: Far, name: str, version: in
 def test_every_function_is_found_under_its_own_version(job: Far) -> None:
     wanted = [[0, symbol, 0] for symbol, *_ in listed()]
     asked = [(base, version, 2 if variant else 1) for _, base, version, variant in listed()]
-    assert job(f"[find(*one) for one in {asked!r}]", limit=60) == wanted
+    assert job(f"[find(*one) for one in {asked!r}]") == wanted
 
 
 @pytest.mark.parametrize(
@@ -210,6 +210,6 @@ def test_without_a_node_there_is_a_version_and_no_device() -> None:
     )
     told = subprocess.run(
         [sys.executable, "-c", code % str(SOFTGPU / "libcuda.so.1")],
-        check=True, capture_output=True, text=True, timeout=30,
+        check=True, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert told.stdout.split() == ["0", "13000", "100", "3"], told.stderr

@@ -12,7 +12,7 @@ from softgpu.far import Far
 from limosa_softgpu.state import opened
 
 MIB = 1 << 20
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(300)
 
 # What the far end needs beside what far.py gives it.
 WORDS = """

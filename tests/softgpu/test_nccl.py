@@ -19,7 +19,7 @@ from softgpu.far import Died, Far, until
 from limosa_softgpu.build import SOFTGPU
 from limosa_softgpu.faults import functions
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 HERE = Path(__file__).parent
 MIB = 1 << 20
 LOADED = "from nccl_words import *; import nccl_words as W"
@@ -47,7 +47,7 @@ class Ranks:
             for r in ranks
         ]
 
-    def each(self, code: str, ranks: list[int] | None = None, *, loads: bool = False, limit: float = 30) -> list[Any]:
+    def each(self, code: str, ranks: list[int] | None = None, *, loads: bool = False, limit: float = 90) -> list[Any]:
         """What every rank says to the same; ``{rank}`` and ``{n}`` are put in."""
         if loads:
             self.send(LOADED, ranks)
@@ -299,7 +299,9 @@ def test_destroy_waits_for_ranks_that_live(two: Ranks) -> None:
 
 def test_a_destroy_that_waits_is_aborted(two: Ranks) -> None:
     far = two.far[0]
+    begun = two.node.switches.add("function=ncclCommDestroy delay=0")
     pending = two.send("destroy()", [0])[0]
+    until(lambda: two.node.switches.count(begun) > 0)
     time.sleep(0.2)
     assert far.send("N.async_error(W.comm)").value() == 0
     assert far.send("result('ncclCommAbort', W.comm)").value() == 0
@@ -405,7 +407,8 @@ def test_calls_that_are_slow_hang_and_kill(two: Ranks) -> None:
     assert time.monotonic() - begin >= 0.5
     rule = two.node.switches.add("function=ncclAllReduce hang")
     pending = two.send("all_reduce()")
-    time.sleep(0.3)
+    until(lambda: any(one.done for one in pending))
+    time.sleep(0.2)
     assert sorted(one.done for one in pending) == [False, True]
     two.node.switches.remove(rule)
     assert [one.value() for one in pending] == [0, 0]
@@ -415,10 +418,14 @@ def test_calls_that_are_slow_hang_and_kill(two: Ranks) -> None:
 
 
 def test_collectives_that_are_slow_fail_and_kill_on_the_stream(two: Ranks) -> None:
+    rule = two.node.switches.add("function=step:nccl-collective hang")
+    assert two.each("all_reduce()") == [0, 0]
+    assert 600 in two.each("N.query(W.stream)"), "it is on the stream that it is slow"
+    two.node.switches.remove(rule)
+    assert all(two.each("summed()"))
     rule = two.node.switches.add("function=step:nccl-collective delay=0.3 every=1")
     begin = time.monotonic()
     assert two.each("all_reduce()") == [0, 0]
-    assert time.monotonic() - begin < 0.3
     assert all(two.each("summed()"))
     assert time.monotonic() - begin >= 0.3
     two.node.switches.remove(rule)
@@ -502,7 +509,7 @@ def test_destroyed_checkpointed_restored_with_the_gpus_swapped_and_made_again(tw
 def job(node: Node, folder: Path, n: int, *options: object) -> dict[str, list[str]]:
     """What the ranks wrote: lines without their times."""
     folder.mkdir()
-    node.run([sys.executable, HERE / "nccl_agent.py", folder, "--ranks", n, *options], limit=90)
+    node.run([sys.executable, HERE / "nccl_agent.py", folder, "--ranks", n, *options], limit=180)
     assert (folder / "verdict").read_text() == "right"
     return {
         path.name: [line.rpartition(" ")[0] for line in path.read_text().splitlines()]
@@ -527,7 +534,7 @@ def test_a_job_comes_to_the_same_twice(new_node: Callable[..., Node], tmp_path: 
 
 def test_a_job_whose_rank_fails_ends(node: Node, tmp_path: Path) -> None:
     rule = node.switches.add("function=step:nccl-collective crash=caller nth=9")
-    ran = node.run([sys.executable, HERE / "nccl_agent.py", tmp_path, "--ranks", 2, "--steps", 50], rc=1, limit=60)
+    ran = node.run([sys.executable, HERE / "nccl_agent.py", tmp_path, "--ranks", 2, "--steps", 50], rc=1, limit=120)
     assert ran.stdout == ""
     assert re.fullmatch(r"rank \d ended with -9", (tmp_path / "verdict").read_text())
     assert node.switches.count(rule) >= 9

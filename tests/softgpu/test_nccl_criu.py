@@ -14,7 +14,7 @@ import pytest
 from softgpu.far import until
 
 HERE = Path(__file__).parent
-pytestmark = [pytest.mark.criu, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.criu, pytest.mark.timeout(300)]
 
 
 class Churn:

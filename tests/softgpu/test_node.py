@@ -106,7 +106,7 @@ def test_a_shell_has_the_terminal(libraries):
     said = b""
     try:
         os.write(master, b"test -t 0 && test -t 1 && ls /dev/nvidia[0-9] | wc -l; echo so-far; exit 5\n")
-        end = time.monotonic() + 30
+        end = time.monotonic() + 60
         while time.monotonic() < end and select.select([master], [], [], 1) is not None:
             try:
                 said += os.read(master, 4096)
@@ -312,7 +312,7 @@ def test_semaphores_and_shared_memory_work(node):
     """What Python's multiprocessing needs of /dev/shm."""
     node.python(
         "import multiprocessing as m\nfrom multiprocessing import shared_memory as s\n"
-        "q = m.Queue(); l = m.Lock()\nwith l: q.put(4)\nassert q.get(timeout=5) == 4\n"
+        "q = m.Queue(); l = m.Lock()\nwith l: q.put(4)\nassert q.get(timeout=60) == 4\n"
         "b = s.SharedMemory(create=True, size=9); b.close(); b.unlink()"
     )
 
@@ -340,7 +340,7 @@ def test_it_is_gone_with_its_last_process(libraries, tmp_path):
         "os.rename(sys.argv[1] + '.new', sys.argv[1]); time.sleep(60)"
     )
     assert softgpu("--", sys.executable, "-c", code, pidfile).returncode == 0
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not pidfile.exists() and time.monotonic() < end:
         time.sleep(0.01)
     pid = int(pidfile.read_text())
@@ -471,7 +471,7 @@ def job(tmp_path):
 
         def lines(more=3):
             """Its lines, once there are some more than now."""
-            before, end = path.read_text().count("\n"), time.monotonic() + 20
+            before, end = path.read_text().count("\n"), time.monotonic() + 60
             while path.read_text().count("\n") < before + more:
                 assert time.monotonic() < end, path.read_text()[-2000:]
                 time.sleep(0.01)
@@ -543,7 +543,7 @@ def test_criu_dumps_and_restores_what_runs_in_a_node(node, tmp_path, runtime):
         return len(log.read_text().split())
 
     def goes_on(process_ended=lambda: False) -> None:
-        before, end = ticks(), time.monotonic() + 10
+        before, end = ticks(), time.monotonic() + 60
         while ticks() < before + 3:
             assert time.monotonic() < end, log.read_text()[-500:]
             time.sleep(0.01)

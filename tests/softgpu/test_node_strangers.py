@@ -82,15 +82,15 @@ def test_a_pipe_among_the_blocks_holds_nobody_up(node):
             node,
             f"os.chdir('{NODE_FOLDER}/memory'); os.rename('{block}', 'away'); os.mkfifo('{block}')",
         )
-        assert node.limosa("gpus", "-o", "json", limit=20).json["gpus"]
+        assert node.limosa("gpus", "-o", "json").json["gpus"]
         assert node.switches.used(0) >= 2 << 20
 
 
 def test_a_state_that_was_cut_off_is_said_in_words(node):
     nobody(node, f"os.truncate('{NODE_FOLDER}/state', 0)")
-    told = node.limosa("softgpu", rc=None, limit=20)
+    told = node.limosa("softgpu", rc=None)
     assert "Traceback" not in told.stderr
-    turned = node.limosa("softgpu", "--turn", "0:lost=on", rc=12, limit=20)
+    turned = node.limosa("softgpu", "--turn", "0:lost=on", rc=12)
     assert "state" in turned.stderr
 
 
@@ -123,7 +123,7 @@ def test_the_log_is_not_behind_somebody_elses_link(secret, tmp_path):
             capture_output=True,
             text=True,
             stdin=subprocess.DEVNULL,
-            timeout=30,
+            timeout=120,
             check=False,
         )
         assert (ran.returncode, f"--log {log}" in ran.stderr) == (2, True), ran.stderr
@@ -137,7 +137,7 @@ def test_a_pipe_in_place_of_the_output_holds_nobody_up(tmp_path):
         out.unlink()
         os.mkfifo(f"{out} (deleted)")  # what /proc calls it now
         ran = subprocess.run(
-            [*LIMOSA, "softgpu", "--", "echo", "words"], stdout=file, stdin=subprocess.DEVNULL, timeout=30, check=False
+            [*LIMOSA, "softgpu", "--", "echo", "words"], stdout=file, stdin=subprocess.DEVNULL, timeout=120, check=False
         )
         assert (ran.returncode, same.read()) == (0, "words\n")
 
@@ -146,7 +146,7 @@ def test_roots_own_link_leads_to_the_log(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "log")
     script = f"echo words >> {NODE_FOLDER}/log"
     command = [*LIMOSA, "softgpu", "--log", str(tmp_path / "link"), "--", "sh", "-c", script]
-    subprocess.run(command, stdin=subprocess.DEVNULL, timeout=30, check=True)
+    subprocess.run(command, stdin=subprocess.DEVNULL, timeout=120, check=True)
     assert (tmp_path / "log").read_text().endswith("words\n")
 
 
@@ -208,7 +208,7 @@ def test_root_does_not_join_what_a_user_calls_a_node():
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"ready\n"
         command = [*LIMOSA, "softgpu", "--join", str(process.pid), "--", "id"]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (ran.returncode, ran.stdout) == (11, "")
     assert "its mounts are a user's own" in ran.stderr
 
@@ -224,7 +224,7 @@ def process_that_is_ready(*argv: object):
 
 def joined(pid: int, *command: object, **options) -> subprocess.CompletedProcess[str]:
     argv = [*LIMOSA, "softgpu", "--join", str(pid), "--", *map(str, command)]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False, **options)
+    return subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False, **options)
 
 
 def test_root_joins_no_node_that_is_a_file_in_a_users_folder(tmp_path):
@@ -281,7 +281,7 @@ def test_a_command_of_a_node_works_in_the_folder_that_root_was_in(node, tmp_path
         "print(os.getcwd())\n"
     )
     argv = [sys.executable, "-c", code, str(node.pid), str(elsewhere) if by == "a link" else ""]
-    ran = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=True)
+    ran = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=True)
     said, where = ran.stdout.splitlines()
     assert f"{theirs}/deep is another folder in the node, or none" in said
     assert where == f"{tmp_path}/moved/deep"
@@ -291,6 +291,6 @@ def test_a_command_of_a_node_is_not_run_from_a_folder_that_is_gone(node, tmp_pat
     (tmp_path / "gone").mkdir()
     argv = [sys.executable, "-c", "import os, sys; os.rmdir(os.getcwd()); os.execv(sys.argv[1], sys.argv[1:])", *LIMOSA]
     argv += ["softgpu", "--join", str(node.pid), "--", "pwd"]
-    ran = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False, cwd=tmp_path / "gone")
+    ran = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path / "gone")
     assert (ran.returncode, ran.stdout) == (2, "")
     assert "has no name any more" in ran.stderr

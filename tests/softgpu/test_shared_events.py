@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from softgpu.far import Far
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(300)
 
 # What the far end needs beside what far.py gives it.
 WORDS = """
@@ -100,10 +100,10 @@ def test_a_wait_is_for_what_was_recorded_before_it(pair: tuple[Far, Far]) -> Non
     exporter("ok(cu.cuEventRecord(e, 0)); ok(cu.cuEventSynchronize(e)); spin()")
     importer("ok(cu.cuStreamWaitEvent(s, e, 0))")
     exporter("ok(cu.cuEventRecord(e, 0))")
-    importer("ok(cu.cuStreamSynchronize(s))", limit=5)
+    importer("ok(cu.cuStreamSynchronize(s))")
     assert importer("asked(e)") == "NOT_READY"
     exporter("release()")
-    importer("ok(cu.cuEventSynchronize(e))", limit=5)
+    importer("ok(cu.cuEventSynchronize(e))")
 
 
 def test_a_record_that_is_under_way_when_the_event_is_exported(node: Any) -> None:
@@ -113,7 +113,7 @@ def test_a_record_that_is_under_way_when_the_event_is_exported(node: Any) -> Non
     assert importer(f"opened({handle!r})") == 0
     assert importer("asked(e)") == "NOT_READY"
     exporter("release()")
-    importer("ok(cu.cuEventSynchronize(e))", limit=5)
+    importer("ok(cu.cuEventSynchronize(e))")
 
 
 def test_many_records_from_both_sides_end(pair: tuple[Far, Far]) -> None:
@@ -123,7 +123,7 @@ def test_many_records_from_both_sides_end(pair: tuple[Far, Far]) -> None:
     )
     running = [far.send("context()\n" + code) for far in pair]
     for one in running:
-        one.value(20)
+        one.value()
     assert [far("asked(e)") for far in pair] == ["SUCCESS", "SUCCESS"]
 
 
@@ -135,7 +135,7 @@ def test_who_waits_for_a_process_that_is_killed_goes_on(pair: tuple[Far, Far]) -
     assert not waiting.done
     exporter.process.kill()
     exporter.died()
-    waiting.value(5)
+    waiting.value()
 
 
 def test_what_cannot_be_shared_or_opened(pair: tuple[Far, Far], node: Any) -> None:

@@ -99,7 +99,7 @@ def test_a_context_destroyed_ends_a_kernel_that_would_not(job: Far) -> None:
     job("import ctypes; raw = ctypes.CDLL('libcuda.so.1'); mine = ctypes.c_void_p()")
     job("assert raw.cuCtxCreate_v2(ctypes.byref(mine), 0, 0) == 0")
     job("spin()")
-    assert job("word(cu.cuCtxDestroy(mine.value)[0])", limit=5) == "SUCCESS"
+    assert job("word(cu.cuCtxDestroy(mine.value)[0])") == "SUCCESS"
     job("context(0)")
     assert job("word(cu.cuCtxSynchronize()[0])") == "SUCCESS"
 
@@ -112,7 +112,7 @@ def test_a_context_destroyed_waits_for_no_other(job: Far) -> None:
     job("assert raw.cuCtxCreate_v2(ctypes.byref(mine), 0, 0) == 0")
     job("ok(cu.cuStreamWaitEvent(0, e, 0)); assert raw.cuLaunchHostFunc(None, function, None) == 0")
     assert job("word(cu.cuStreamQuery(0)[0])") == "NOT_READY"
-    assert job("word(cu.cuCtxDestroy(mine.value)[0])", limit=5) == "SUCCESS"
+    assert job("word(cu.cuCtxDestroy(mine.value)[0])") == "SUCCESS"
     assert job("called") == []
     job("release()")
 

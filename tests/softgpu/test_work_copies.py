@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from softgpu.far import Far
+from softgpu.far import Far, quick_enough
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_between_devices_in_order_with_both(job: Far) -> None:
     time.sleep(0.2)
     assert not copying.done
     job("ctypes.c_uint32.from_address(spinning).value = 1")
-    copying.value(5)
+    copying.value()
     assert job("get(a, 8)") == "05" * 8
 
 
@@ -211,15 +211,15 @@ def test_what_is_over_when_a_call_returns(job: Far) -> None:
     return at once, and what was in a small source when it was named arrives. A big pageable one is waited for."""
     job("spin(); a, q = int(ok(cu.cuMemAlloc(1 << 20))), int(ok(cu.cuMemAlloc(64))); p = pinned(1 << 20)")
     job("source = bytearray(b'x' * 64); big = bytearray(1 << 20)")
-    job("ok(cu.cuMemcpyHtoDAsync(a, bytes(source), 64, 0)); source[:] = b'y' * 64", limit=5)
-    job("ok(cu.cuMemcpyHtoDAsync(a + 64, p, 1000, 0))", limit=5)
-    job("ok(cu.cuMemcpyDtoHAsync(p, a, 64, 0)); ok(cu.cuMemcpyDtoD(q, a, 64)); ok(cu.cuMemsetD8(a, 7, 32))", limit=5)
+    job("ok(cu.cuMemcpyHtoDAsync(a, bytes(source), 64, 0)); source[:] = b'y' * 64")
+    job("ok(cu.cuMemcpyHtoDAsync(a + 64, p, 1000, 0))")
+    job("ok(cu.cuMemcpyDtoHAsync(p, a, 64, 0)); ok(cu.cuMemcpyDtoD(q, a, 64)); ok(cu.cuMemsetD8(a, 7, 32))")
     waiting = job.send("context(), ok(cu.cuMemcpyHtoDAsync(a, big, len(big), 0))")
     time.sleep(0.2)
     assert not waiting.done
     assert job("ctypes.string_at(p, 64).hex()") == "00" * 64
     job("release()")
-    waiting.value(5)
+    waiting.value()
     assert job("ctypes.string_at(p, 64).decode()") == "x" * 64
     assert job("bytes.fromhex(get(q, 64)).decode()") == "x" * 64
 
@@ -228,7 +228,7 @@ def test_memory_freed_under_a_copy_is_the_contexts_end(job: Far) -> None:
     """ILLEGAL_ADDRESS from then on, not a crash."""
     job("s, t = [ok(cu.cuStreamCreate(1)) for _ in range(2)]; a = int(ok(cu.cuMemAllocAsync(64, t))); b = room()")
     job("ok(cu.cuStreamSynchronize(t)); spin(); ok(cu.cuMemcpyDtoDAsync(b, a, 64, 0))")
-    job("ok(cu.cuMemFreeAsync(a, t)); ok(cu.cuStreamSynchronize(t))", limit=5)
+    job("ok(cu.cuMemFreeAsync(a, t)); ok(cu.cuStreamSynchronize(t))")
     job("release()")
     assert job("said(cu.cuCtxSynchronize())") == "ILLEGAL_ADDRESS"
     assert job("said(cu.cuMemAlloc(16))") == "ILLEGAL_ADDRESS"
@@ -257,4 +257,4 @@ def test_rates(new_node: Any) -> None:
         ("'cuMemsetD8', b, 1, mib", 0.05),
         ("'cuMemcpyPeer', c, there, a, here, mib", 0.4),
     ):
-        assert seconds <= job(f"timed({call})") < seconds + 0.5, call
+        quick_enough(lambda call=call: job(f"timed({call})"), seconds, seconds + 0.5)

@@ -46,7 +46,7 @@ def test_one_streams_work_is_done_in_order(job: Far) -> None:
 def test_streams_do_not_wait_for_each_other(job: Far) -> None:
     job("s, t = [ok(cu.cuStreamCreate(1)) for _ in range(2)]; f = flag(); a = int(ok(cu.cuMemAlloc(512)))")
     job("hold(s, f); fill(t, a, 7)")
-    assert job("said(cu.cuStreamSynchronize(t))", limit=5) == "SUCCESS"
+    assert job("said(cu.cuStreamSynchronize(t))") == "SUCCESS"
     assert job("said(cu.cuStreamQuery(s))") == "NOT_READY"
     job("go(f)")
 
@@ -55,7 +55,7 @@ def test_default_stream_waits_for_blocking_streams(job: Far) -> None:
     job("s, free = ok(cu.cuStreamCreate(0)), ok(cu.cuStreamCreate(1)); f = flag(); a = int(ok(cu.cuMemAlloc(512)))")
     job("hold(s, f); fill(0, a, 1)")
     assert job("[said(cu.cuStreamQuery(x)) for x in (s, 0, free)]") == ["NOT_READY", "NOT_READY", "SUCCESS"]
-    job("fill(free, a + 256, 3, 32); ok(cu.cuStreamSynchronize(free))", limit=5)
+    job("fill(free, a + 256, 3, 32); ok(cu.cuStreamSynchronize(free))")
     job("go(f)")
     assert job("[said(cu.cuStreamSynchronize(0)), read(a)]") == ["SUCCESS", 1]
 
@@ -63,9 +63,9 @@ def test_default_stream_waits_for_blocking_streams(job: Far) -> None:
 def test_blocking_streams_wait_for_the_default_stream(job: Far) -> None:
     job("s, free = ok(cu.cuStreamCreate(0)), ok(cu.cuStreamCreate(1)); f = flag(); a = int(ok(cu.cuMemAlloc(512)))")
     job("hold(0, f); fill(s, a, 1); fill(free, a + 256, 2, 32)")
-    job("ok(cu.cuStreamSynchronize(free))", limit=5)
+    job("ok(cu.cuStreamSynchronize(free))")
     assert job("said(cu.cuStreamQuery(s))") == "NOT_READY"
-    job("go(f); ok(cu.cuStreamSynchronize(s))", limit=5)
+    job("go(f); ok(cu.cuStreamSynchronize(s))")
     assert job("read(a)") == 1
 
 
@@ -74,9 +74,9 @@ def test_per_thread_default_stream(job: Far) -> None:
     job("f = flag(); a = int(ok(cu.cuMemAlloc(512))); hold(2, f)")
     assert job("[said(cu.cuStreamQuery(x)) for x in (2, 1, 0)]") == ["NOT_READY"] * 3
     other = job.send("context(), fill(2, a, 4), ok(cu.cuStreamSynchronize(2))")
-    other.value(5)
+    other.value()
     assert job("said(cu.cuStreamQuery(2))") == "NOT_READY"
-    job("go(f); ok(cu.cuStreamSynchronize(2))", limit=5)
+    job("go(f); ok(cu.cuStreamSynchronize(2))")
     assert job("read(a)") == 4
 
 
@@ -91,7 +91,7 @@ def test_events(job: Far) -> None:
     time.sleep(0.1)
     assert not waiting.done
     job("go(f)")
-    assert waiting.value(5) == "SUCCESS"
+    assert waiting.value() == "SUCCESS"
     assert 100 <= job("ok(cu.cuEventElapsedTime(first, last))") < 20000
     assert job("said(cu.cuEventElapsedTime(first, quick))") == "INVALID_HANDLE"  # no timing
     job("ok(cu.cuEventDestroy(first))")
@@ -114,9 +114,9 @@ def test_a_stream_waits_for_an_event_of_another(job: Far) -> None:
     job("e = ok(cu.cuEventCreate(2)); hold(s, f); ok(cu.cuEventRecord(e, s)); ok(cu.cuStreamWaitEvent(t, e, 0))")
     job("fill(t, a, 8); hold(s, g); ok(cu.cuEventRecord(e, s))")
     assert job("said(cu.cuStreamQuery(t))") == "NOT_READY"
-    job("go(f); ok(cu.cuStreamSynchronize(t))", limit=5)
+    job("go(f); ok(cu.cuStreamSynchronize(t))")
     assert job("[said(cu.cuEventQuery(e)), read(a)]") == ["NOT_READY", 8]
-    job("go(g); ok(cu.cuEventSynchronize(e)); ok(cu.cuEventDestroy(e))", limit=5)
+    job("go(g); ok(cu.cuEventSynchronize(e)); ok(cu.cuEventDestroy(e))")
 
 
 def test_an_event_that_was_never_recorded_holds_nothing(job: Far) -> None:
@@ -130,12 +130,12 @@ def test_an_event_of_another_device_cannot_be_recorded_but_awaited(job: Far) -> 
     assert job("said(cu.cuEventRecord(e, s))") == "INVALID_HANDLE"
     job("ok(cu.cuStreamWaitEvent(s, e, 0))")
     assert job("said(cu.cuStreamQuery(s))") == "NOT_READY"
-    job("go(f); ok(cu.cuStreamSynchronize(s))", limit=5)
+    job("go(f); ok(cu.cuStreamSynchronize(s))")
 
 
 def test_a_destroyed_stream_finishes_its_work(job: Far) -> None:
     job("s = ok(cu.cuStreamCreate(1)); f = flag(); a = int(ok(cu.cuMemAlloc(512))); hold(s, f); fill(s, a, 9)")
-    job("ok(cu.cuStreamDestroy(s)); go(f); ok(cu.cuCtxSynchronize())", limit=5)
+    job("ok(cu.cuStreamDestroy(s)); go(f); ok(cu.cuCtxSynchronize())")
     assert job("read(a)") == 9
 
 
@@ -198,7 +198,7 @@ def test_host_functions(job: Far) -> None:
         "assert raw.cuLaunchHostFunc(ctypes.c_void_p(int(s)), first, ctypes.c_void_p(77)) == 0\n"
     )
     assert job("seen") == []
-    job("go(f); ok(cu.cuStreamSynchronize(s))", limit=5)
+    job("go(f); ok(cu.cuStreamSynchronize(s))")
     assert job("[seen[0][:3], seen[0][3] == threading.get_ident()]") == [[77, "NOT_PERMITTED", "NOT_PERMITTED"], False]
     assert job("raw.cuLaunchHostFunc(ctypes.c_void_p(int(s)), None, None)") == 1
 
@@ -234,7 +234,7 @@ def test_ended_threads_take_their_streams_along(job: Far) -> None:
         job.send("context(), fill(2, a, 4), ok(cu.cuStreamSynchronize(2))").value()
     job("for _ in range(5):\n    s = ok(cu.cuStreamCreate(0)); fill(s, a, 1); ok(cu.cuStreamDestroy(s))")
     job("ok(cu.cuCtxSynchronize())")
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while job(count) > before and time.monotonic() < end:
         time.sleep(0.02)
     assert job(count) == before
@@ -250,18 +250,18 @@ def test_a_lock_waits_for_submitted_work(job: Far, node: Any) -> None:
     job("s = ok(cu.cuStreamCreate(1)); f = flag(); a = int(ok(cu.cuMemAlloc(512))); hold(s, f); fill(s, a, 3)")
     assert controller.lock(job.pid, 200) == "NOT_READY"
     assert controller.state(job.pid) == "running"
-    job("fill(s, a, 4)", limit=5)
+    job("fill(s, a, 4)")
     locking = controller.send(f"lock({job.pid}, 10000)")
     time.sleep(0.2)
     assert not locking.done
     job("go(f)")
-    assert locking.value(5) == "SUCCESS"
+    assert locking.value() == "SUCCESS"
     held = job.send("context(), fill(s, a, 5)")
     time.sleep(0.2)
     assert not held.done
-    assert job("ok(cu.cuDeviceGetCount())", limit=5) == 2  # a query is not held
+    assert job("ok(cu.cuDeviceGetCount())") == 2  # a query is not held
     assert controller.unlock(job.pid) == "SUCCESS"
-    held.value(5)
+    held.value()
     job("ok(cu.cuStreamSynchronize(s))")
     assert job("read(a)") == 5
 
@@ -274,7 +274,7 @@ def test_a_blocked_synchronise_makes_a_lock_time_out(job: Far, node: Any) -> Non
     time.sleep(0.1)
     assert controller.lock(job.pid, 300) == "NOT_READY"
     job("go(f)")
-    assert waiting.value(5)[1] == "SUCCESS"
+    assert waiting.value()[1] == "SUCCESS"
     assert controller.lock(job.pid, 5000) == "SUCCESS"
     assert controller.unlock(job.pid) == "SUCCESS"
 
@@ -312,19 +312,19 @@ def test_what_a_locked_and_a_checkpointed_process_can_call(job: Far, node: Any) 
 
     assert controller.lock(job.pid, 5000) == "SUCCESS"
     held = ask(HELD)
-    assert {call: one.value(5)[1] for call, one in ask(AT_ONCE).items()} == dict.fromkeys(AT_ONCE, "SUCCESS")
+    assert {call: one.value()[1] for call, one in ask(AT_ONCE).items()} == dict.fromkeys(AT_ONCE, "SUCCESS")
     assert controller.checkpoint(job.pid) == "SUCCESS"
     waiting = ask(call for call, answer in AT_ONCE.items() if answer == "AWAITS")
     at_once = {call: answer for call, answer in AT_ONCE.items() if answer != "AWAITS"}
-    assert {call: one.value(5)[1] for call, one in ask(at_once).items()} == at_once
+    assert {call: one.value()[1] for call, one in ask(at_once).items()} == at_once
     time.sleep(0.3)
     assert [call for call, one in (held | waiting).items() if one.done] == []
     assert controller.restore(job.pid) == "SUCCESS"
-    assert {one.value(5)[1] for one in waiting.values()} == {"SUCCESS"}
+    assert {one.value()[1] for one in waiting.values()} == {"SUCCESS"}
     time.sleep(0.1)
     assert [call for call, one in held.items() if one.done] == []
     assert controller.unlock(job.pid) == "SUCCESS"
-    assert {call: one.value(5)[1] for call, one in held.items()} == dict.fromkeys(HELD, "SUCCESS")
+    assert {call: one.value()[1] for call, one in held.items()} == dict.fromkeys(HELD, "SUCCESS")
 
 
 def test_a_synchronise_while_checkpointed_may_crash_the_job(job: Far, node: Any) -> None:

@@ -161,7 +161,7 @@ def test_a_job_that_starts_without_the_library_is_told_so(
 
 @pytest.mark.slow
 @pytest.mark.network
-@pytest.mark.timeout(240)  # half a minute of compiling, on a machine that may be busy
+@pytest.mark.timeout(300)  # half a minute of compiling, on a machine that may be busy
 def test_a_wheel_is_built_has_all_libraries_and_answers_when_it_is_installed(tmp_path: Path) -> None:
     """As ``make wheel`` does it, but for the man pages, in a copy; hatchling is fetched where it is not installed."""
     tree, made, installed = tmp_path / "tree", tmp_path / "dist", tmp_path / "installed"
