@@ -38,7 +38,7 @@ from limosa.parking.vault import Vault
 from limosa.process import belief, device_nodes, places
 from limosa.process.belief import MOST_BYTES
 from limosa.process.identity import Identity
-from limosa.process.records import EndedRecord, RunRecord, SuspendRecord
+from limosa.process.records import ClonedRecord, EndedRecord, RunRecord, SuspendRecord
 
 pytestmark = pytest.mark.root
 ADA, EVE = 61001, 61002
@@ -67,6 +67,7 @@ class Eve:
         good: dict[str, tuple[str, Any]] = {
             "jobs": (record, RunRecord(root=root, name=word, command=["x"], log=str(self.secret), cwd="/")),
             "suspended": (record, SuspendRecord(root=root, by=word, members=[root, Identity.of(1)])),
+            "cloned": (record, ClonedRecord(root=root, origin=word)),
             "ended": (record, EndedRecord(root=root, image=str(self.base), image_id=word)),
             "claims": (
                 "move-1-e.json",
@@ -128,12 +129,13 @@ def roots_things(base: Path) -> dict[str, tuple[Any, ...]]:
 
 # -- what stands in the table ------------------------------------------------------------------------------------
 
-KINDS = ("jobs", "suspended", "ended", "claims", "journals", "sees", "logs", "vault", "mover")
+KINDS = ("jobs", "suspended", "cloned", "ended", "claims", "journals", "sees", "logs", "vault", "mover")
 ROWS = {  # the first column → what of it is attacked here, or which test does
     "`/run/limosa/0`": ("tests/process/test_places.py", "test_roots_folder_is_closed"),
     "`/tmp/limosa-UID`, `/tmp/limosa-UID.RANDOM`": ("tests/process/test_places.py", "test_a_user_whose_name_is_taken"),
     "`jobs/PID-START.json`": ("jobs",),
     "`suspended/PID-START.json`": ("suspended",),
+    "`cloned/PID-START.json`": ("cloned",),
     "`ended/PID-START.json`": ("ended",),
     "`claims/ID.json`": ("claims",),
     "`journals/ID.jsonl` (0600)": ("journals",),
@@ -405,7 +407,7 @@ def test_a_file_that_is_exchanged_while_it_is_read_is_hers_or_none(base: Path, e
             words |= said_by(kind, eve)
             rounds_, longest = rounds_ + 1, max(longest, time.monotonic() - begun)
     assert read == {good, hers}  # as nothing else can be there with that name
-    assert words == (set() if kind == "ended" else {"eves", "hers"})  # of an end root believes no user
+        assert words == (set() if kind in ("ended", "cloned") else {"eves", "hers"})  # of those root believes no user
     assert longest < 2 * SECONDS
     assert roots_things(base) == before
 

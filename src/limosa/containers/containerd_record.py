@@ -66,20 +66,33 @@ def refusal(container: Container, minors: Collection[int], known: Collection[int
     return _in_words(container, minors, known, tells=False)
 
 
-def tell(container: Container, minors: Collection[int], known: Collection[int]) -> str:
+def tell(
+    container: Container,
+    minors: Collection[int],
+    known: Collection[int],
+    configured: Mapping[str, str] | None = None,
+) -> str:
     """Have a container's record name these GPUs. Return why it does not, in words; "" where it does.
 
     Args:
         container: one of containerd's.
         minors: of the GPUs that it has.
         known: of all GPUs of the operation; other devices are left alone.
+        configured: by which variables (:func:`limosa.containers.calls.settings`); None: the caller's.
     """
-    return _in_words(container, minors, known, tells=True)
+    return _in_words(container, minors, known, tells=True, configured=configured)
 
 
-def _in_words(container: Container, minors: Collection[int], known: Collection[int], *, tells: bool) -> str:
+def _in_words(
+    container: Container,
+    minors: Collection[int],
+    known: Collection[int],
+    *,
+    tells: bool,
+    configured: Mapping[str, str] | None = None,
+) -> str:
     try:
-        api, record = _record_of(container)
+        api, record = _record_of(container, calls.settings() if configured is None else configured)
         spec = changed(record.spec, minors, known)
         if tells and spec != record.spec:
             api.specify(record, spec)
@@ -92,13 +105,13 @@ def _in_words(container: Container, minors: Collection[int], known: Collection[i
     return ""
 
 
-def _record_of(container: Container) -> tuple[Api, Record]:
+def _record_of(container: Container, configured: Mapping[str, str]) -> tuple[Api, Record]:
     """What containerd has of it, of the one that lives: another namespace may have another of that id."""
     noted = (s for s in states() if s.id == container.id and Identity(s.pid, s.start_time) == container.init)
     namespace = next(filter(None, map(namespace_of, noted)), "")
     if not namespace or namespace == _PODS or container.pod:
         raise _Strange("it is a pod's" if namespace else "runc has noted it in no namespace of containerd's")
-    api = Api(address(calls.settings()), namespace, seconds=_SECONDS)
+    api = Api(address(configured), namespace, seconds=_SECONDS)
     record, task = api.container(container.id), api.task(container.id)
     if record is None or task is None or container.init is None or task.number(_PID) != container.init.pid:
         raise _Strange("containerd says another first process")

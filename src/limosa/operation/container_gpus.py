@@ -10,9 +10,10 @@ next start.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from limosa import gpu
@@ -24,7 +25,7 @@ from limosa.process.identity import Identity
 from limosa.process.namespaces import is_ours, namespace_of
 
 _one_at_a_time = threading.Lock()  # members share their container's /dev
-_RECORD = "container-record"
+RECORD = "container-record"
 _Ask: TypeAlias = Callable[[Container, Collection[int], Collection[int]], str]
 _Asked: TypeAlias = tuple[Member, Container | None, str | None]
 """A member, its container, and why its runtime is not told; "" for one that nobody can tell; None: it is told."""
@@ -110,7 +111,7 @@ def tell(members: Sequence[Member], found: Sequence[Reason], inventory: gpu.Inve
     Returns:
         What is to be known now: of a container whose runtime was told, nothing.
     """
-    if inventory is None or all(r.id != _RECORD for r in found):
+    if inventory is None or all(r.id != RECORD for r in found):
         return list(found)
     given = [m for m in members if m.boxed and _new(m)]
     try:
@@ -118,7 +119,33 @@ def tell(members: Sequence[Member], found: Sequence[Reason], inventory: gpu.Inve
     except (OSError, LimosaError) as error:  # the job is where it was to go, whatever cannot be read
         asked = [(given[0], None, str(error))]
     left = [_record(member, box, why, inventory) for member, box, why in asked if why is not None]
-    return [*(r for r in found if r.id != _RECORD), *left]
+    return [*(r for r in found if r.id != RECORD), *left]
+
+
+def tell_as_found(members: Iterable[Member]) -> None:
+    """Tells runtimes, as :func:`tell` does, for an operation that has died; what cannot be told is let be."""
+    given = [m for m in members if m.boxed and _new(m)]
+    with contextlib.suppress(OSError, LimosaError):  # the job is where it was to go
+        if given:
+            _asked(given, Containers(), containerd_record.tell)
+
+
+def tell_returned(root: Identity, members: Sequence[Member], configured: Mapping[str, str] | None = None) -> str:
+    """Tells the runtime of a container that was brought back which GPUs it has; why it was not told, "" where it was.
+
+    Args:
+        root: its first process.
+        members: its processes that use GPUs.
+        configured: by which variables the runtime is configured; None: the caller's.
+    """
+    try:
+        box = Containers().of(root.pid)
+        if box is None:
+            return "nobody finds the container"
+        known = {minor for m in members for minor in m.nodes.values()}
+        return containerd_record.tell(box, _wanted(members), known, configured)
+    except (OSError, LimosaError) as error:
+        return str(error)
 
 
 def _new(member: Member) -> set[str]:
@@ -149,10 +176,10 @@ def _record(member: Member, box: Container | None, why: str | None, inventory: g
     if why is None:
         gets = _called(member.map.values(), inventory)
         text = f"containerd's record of {who} changes as well: started again, it gets {gets}"
-        return Reason(id=_RECORD, text=text, pid=member.pid)
+        return Reason(id=RECORD, text=text, pid=member.pid)
     because = f" (containerd cannot be told: {why})" if why else ""
     text = f"the runtime's record of {who} does not change{because}: started again, it gets what it was started with"
-    return Reason(id=_RECORD, text=text, pid=member.pid)
+    return Reason(id=RECORD, text=text, pid=member.pid)
 
 
 def _of_cgroup(member: Member, containers: Containers) -> list[Reason]:

@@ -20,6 +20,7 @@ from limosa.containers.runtimes import known, runtime_of
 from limosa.errors import InvalidArgument, LimosaError, Reason
 from limosa.image import ContainerRecord
 from limosa.operation import clones
+from limosa.operation.container_gpus import RECORD
 from limosa.operation.journal import Member
 from limosa.process.identity import Identity
 from limosa.process.namespaces import is_ours
@@ -165,8 +166,19 @@ def record_stays(record: ContainerRecord, name: str | None, members: Collection[
     """
     if not any(m.changes_gpu for m in members):
         return []
-    text = f"{record.runtime}'s record of {name if name is not None else record.name} still says the GPUs that it had: "
-    return [Reason(id="container-record", text=text + "started again, it gets those")]
+    called = name if name is not None else record.name
+    if record.runtime == "containerd":  # which is told as soon as it runs
+        return [record_changes(called)]
+    text = f"{record.runtime}'s record of {called} still says the GPUs that it had: started again, it gets those"
+    return [Reason(id=RECORD, text=text)]
+
+
+def record_changes(called: str, why: str = "") -> Reason:
+    """Say what containerd's record of a container that comes back on other GPUs says; ``why`` it was not told."""
+    gets = "is told of its new GPUs: started again, it gets those"
+    if why:
+        gets = f"still says the GPUs that it had (containerd cannot be told: {why}): started again, it gets those"
+    return Reason(id=RECORD, text=f"containerd's record of {called} {gets}")
 
 
 def listened_on(ports: Collection[int]) -> set[int]:

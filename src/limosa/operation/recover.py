@@ -22,7 +22,15 @@ from pathlib import Path
 from limosa import gpu
 from limosa.errors import Busy, FailedUndone, LeftSuspended, LimosaError, PermissionDenied, UndoFailed, UsageError
 from limosa.image import unfinished
-from limosa.operation import across_namespaces, claims, driver_steps, drivers, journal, recover_containers
+from limosa.operation import (
+    across_namespaces,
+    claims,
+    container_gpus,
+    driver_steps,
+    drivers,
+    journal,
+    recover_containers,
+)
 from limosa.operation.communicators import closing as communicators
 from limosa.operation.journal import Journal, Member, Noted
 from limosa.operation.parked import holders
@@ -292,6 +300,7 @@ def _going(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Recovered
                 for root in header.roots:
                     SuspendRecord(root=root).forget()
                 communicators.back(alive)
+                container_gpus.tell_as_found(alive)
             return entry_of(dead, did=finished.did, state=finished.state)
     home = partial(driver_steps.bring_back, driver, header.members, dead, header.id, progress)
     if parked:

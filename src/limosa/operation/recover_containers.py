@@ -128,6 +128,8 @@ def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> 
     with contextlib.suppress(LimosaError, OSError), open_image(dead.header.image, trust=False) as image:
         if image.manifest.container is not None:
             clones.keep_record(image.manifest.container, root)
+    if made.runtime == "containerd":
+        container_gpus.tell_returned(root, members, made.configured)
     did = "finished it: the container runs" + (f" ({len(members)} with CUDA)" if members else "")
     return entry_of(dead, did=did, state="running")
 

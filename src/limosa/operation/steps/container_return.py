@@ -19,7 +19,7 @@ from limosa.containers.runtime import Contained, Kept
 from limosa.containers.runtimes import runtime_of
 from limosa.errors import FailedUndone, LimosaError, NoWorkingCriu, Reason, Refused, UndoFailed
 from limosa.image import Image
-from limosa.operation import clones, container_gpus
+from limosa.operation import clones, container_gpus, container_plan
 from limosa.operation.container_options import as_asked
 from limosa.operation.journal import Noted, Phase
 from limosa.operation.leftovers import keep_log
@@ -212,6 +212,10 @@ class ContainerReturning(Returning):
     def keep_record(self) -> str:
         assert self.root is not None
         clones.keep_record(self.record, self.root)
+        if self.record.runtime == "containerd" and any(r.id == container_gpus.RECORD for r in self.facts.reasons):
+            self.facts.reasons = [r for r in self.facts.reasons if r.id != container_gpus.RECORD]
+            if why := container_gpus.tell_returned(self.root, self.members):
+                self.facts.reasons.append(container_plan.record_changes(self.called, why))
         return f"{self.runtime.name}:{self.called}"
 
     def _started(self, who: Identity) -> None:
