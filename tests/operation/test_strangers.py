@@ -407,7 +407,7 @@ def test_a_file_that_is_exchanged_while_it_is_read_is_hers_or_none(base: Path, e
             words |= said_by(kind, eve)
             rounds_, longest = rounds_ + 1, max(longest, time.monotonic() - begun)
     assert read == {good, hers}  # as nothing else can be there with that name
-        assert words == (set() if kind in ("ended", "cloned") else {"eves", "hers"})  # of those root believes no user
+    assert words == (set() if kind in ("ended", "cloned") else {"eves", "hers"})  # of those root believes no user
     assert longest < 2 * SECONDS
     assert roots_things(base) == before
 
