@@ -173,7 +173,7 @@ def test_a_dump_that_takes_too_long_is_undone_quickly(criu, job):
     started = time.monotonic()
     with pytest.raises(TimedOutUndone):
         dump(criu, victim.pid, victim.images, victim.work, TCP, timeout=0.05)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 5
     assert victim.goes_on(), victim.errors()
 
 

@@ -302,7 +302,7 @@ def test_18_out_of_time_in_the_middle(start, disturbed, tmp_path, runtime) -> No
 def test_19_a_job_that_is_worked_on(start, disturbed, limosa, tmp_path) -> None:
     victim = start("counter")
     results: list[dict[str, Any]] = []
-    hold = {"point": "before prepare of the draft", "seconds": 2.5}
+    hold = {"point": "before prepare of the draft", "seconds": 5.0}
     worker = threading.Thread(
         target=lambda: results.append(
             disturbed("checkpoint", victim.pid, tmp_path / "first", options={"leave_running": True}, hold=hold)

@@ -145,9 +145,9 @@ def test_a_job_that_rests_is_copied_once(parked: Any, tmp_path: Path) -> None:
 
 def test_the_rate_is_kept(parked: Any, tmp_path: Path) -> None:
     job = start(parked, "--mib", 48)
-    options = ["--rate", "24MiB", "--rounds", 1, *SMALL]
+    options = ["--rate", "16MiB", "--rounds", 1, *SMALL]
     said = parked.says(0, "", "checkpoint", job.pid, "--output", tmp_path / "image", "-R", *options)
-    assert 1.9 < said["timings"]["copy"] < 5, "no chunk is free"
+    assert 2.9 < said["timings"]["copy"] < 15, "no chunk is free"
     assert said["timings"]["pause_seconds"] < said["timings"]["copy"]
     job.goes_on(2)
     job.finish()

@@ -20,6 +20,7 @@ from limosa import operation
 from limosa.errors import Refused
 from limosa.gpu import Inventory
 
+TIME_OUT = 15  # seconds, of the process group, its store and the heartbeat; ranks come up within it
 pytestmark = [
     *(pytest.mark.gpu, pytest.mark.gpu_nccl, pytest.mark.two_gpus),
     pytest.mark.timeout(420, method="signal"),
@@ -109,6 +110,19 @@ def test_put_aside_and_brought_back(ranks: Callable[[Kind], Ranks]) -> None:
         stood = [len(job.trace(name)) for name in prover.kind.traces]
         time.sleep(0.5)
         assert [len(job.trace(name)) for name in prover.kind.traces] == stood
+        back = lambda gpu_map=gpu_map: operation.resume(job.pid, gpu_map=gpu_map, force=BESIDE, timeout=90)[0].result  # noqa: E731
+        prover.acts(job, back, prover.gpus, prover.least)
+        prover.record["moves"] += 1
+    prover.agree(job)
+
+
+def test_put_aside_for_longer_than_every_time_out(ranks: Callable[[Kind], Ranks]) -> None:
+    """PyTorch's watchdog looks at the clock: work that it has not seen end before is older than the time-out after."""
+    prover = ranks(KINDS["ddp"])
+    job = prover.begin(env={"PROOF_TIME_OUT": str(TIME_OUT), "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(TIME_OUT)})
+    for gpu_map in (prover.pair.swap, None, prover.pair.swap):
+        operation.suspend(job.pid, timeout=90)
+        time.sleep(1.5 * TIME_OUT)
         back = lambda gpu_map=gpu_map: operation.resume(job.pid, gpu_map=gpu_map, force=BESIDE, timeout=90)[0].result  # noqa: E731
         prover.acts(job, back, prover.gpus, prover.least)
         prover.record["moves"] += 1

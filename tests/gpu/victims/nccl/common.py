@@ -12,6 +12,7 @@ the same.
 """
 
 import argparse
+import datetime
 import os
 import sys
 import time
@@ -114,6 +115,8 @@ def begin(options, eager=False):
     same_bits()
     device = device_of(options)
     bound = {"device_id": device} if eager and device.type == "cuda" else {}
+    if seconds := os.environ.get("PROOF_TIME_OUT"):  # of the process group and its store
+        bound["timeout"] = datetime.timedelta(seconds=float(seconds))
     dist.init_process_group(options.backend, **bound)
     return Record(options, dist.get_rank(), device)
 
