@@ -48,8 +48,6 @@ test: lint check test-criu test-soft
 
 # Four for two cores: a test waits for its processes half of its time. Who is done early takes over from who is not.
 SIDE_BY_SIDE = -n 4 --dist worksteal
-# Those on software GPUs wait for longer.
-MORE_SIDE_BY_SIDE = -n 6 --dist worksteal
 # What a run has nothing of is not even read.
 NODES = --ignore=tests/campaign --ignore=tests/conformance --ignore=tests/containers --ignore=tests/e2e_soft --ignore=tests/gpu --ignore=tests/softgpu
 
@@ -70,7 +68,7 @@ test-criu:
 # once, into build/engines), the fault campaign (nine minutes).
 test-soft:
 	@$(READY_TEST)
-	$(SUDO) $(PYTEST) -q $(MORE_SIDE_BY_SIDE) --ignore=tests/conformance --ignore=tests/gpu --durations=10 -m "root and not (gpu or conformance)"
+	$(SUDO) $(PYTEST) -q $(SIDE_BY_SIDE) --ignore=tests/conformance --ignore=tests/gpu --durations=10 -m "root and not (gpu or conformance)"
 
 # SIGKILL of whoever has a part in a parked operation, at every step that it journals.
 test-long:

@@ -80,8 +80,10 @@ class Desk:
 
 @pytest.fixture
 def desk_of(
-    request: pytest.FixtureRequest, runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engines: Engines
 ) -> Callable[[str], Desk]:
+    """Makes one of that name; the runtimes are fetched before a test goes into a network of its own."""
+
     def of(name: str) -> Desk:
         made = Desk(request.getfixturevalue(name), tmp_path)
         monkeypatch.setenv("LIMOSA_CONTAINER_STATE", str(made.runtime.place / "state"))

@@ -52,7 +52,9 @@ def test_ps_shows_what_runs_and_what_is_put_aside(node: Any) -> None:
     assert [r["id"] for r in runs["reasons"] if r["exit_code"]] == ["managed-memory"]
     text = node.limosa("ps").stdout
     assert str(first.pid) in text
-    assert "managed" in text
+    (row,) = [line.split() for line in text.splitlines() if line.split()[0] == str(second.pid)]
+    assert row[3:7] == ["running", "1", "8.00", "MiB"]
+    assert row[7] == "no", text
     node.limosa("resume", "--all")
     first.goes_on()
     first.finish()
