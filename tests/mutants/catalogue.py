@@ -618,8 +618,8 @@ WILL = (
     Mutant(
         "will-of-a-worker-that-was-given-up",
         "src/limosa/gpu/worker_loop.py",
-        "        self.wills.pop(name, None)\n",
-        "",
+        "        _, old = self.wills.pop(name, ([], -1))\n",
+        "        old = -1\n",
         "an operation that has ended is undone",
         WORKER,
     ),

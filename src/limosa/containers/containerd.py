@@ -135,6 +135,7 @@ class Containerd(Runtime):
             parent = api.parent(record.snapshotter, record.snapshot)
         pod = f"{record.labels.get(_POD_NAMESPACE, '')}/{record.labels[_POD]}" if _POD in record.labels else ""
         stdout = task.text(_STDOUT) if task is not None else ""
+        spec = _spec(record)
         return Contained(
             id=record.id,
             name=record.id,
@@ -142,14 +143,14 @@ class Containerd(Runtime):
             image=record.image,
             image_id=parent,
             bundle=state.bundle if state is not None else "",
-            network=network_of(_spec(record).namespaces()),
-            writes=tuple(_spec(record).writes("/")),
+            network=network_of(spec.namespaces()),
+            writes=tuple(spec.writes("/")),
             log=stdout.removeprefix("file://") if stdout.startswith("file:///") else "",
             namespace=api.namespace,
             snapshotter=record.snapshotter,
             pod=pod,
             stays=_why_it_stays(record, pod),
-            against=tuple(_against(record, task, pod, parent)),
+            against=tuple(_against(record, spec, task, pod, parent)),
         )
 
     def _noted(self, word: str) -> State | None:
@@ -388,7 +389,7 @@ def _why_it_stays(record: Record, pod: str) -> str:
     return ""
 
 
-def _against(record: Record, task: Message | None, pod: str, parent: str) -> Iterator[tuple[str, str]]:
+def _against(record: Record, spec: Spec, task: Message | None, pod: str, parent: str) -> Iterator[tuple[str, str]]:
     if record.runtime != _RUNTIME or record.options_type not in ("", OPTIONS):
         yield "container-runtime", f"its runtime is {record.runtime} with {record.options_type}, not {_RUNTIME}"
     if any(label.startswith(_NERDCTL) for label in record.labels):
@@ -400,7 +401,7 @@ def _against(record: Record, task: Message | None, pod: str, parent: str) -> Ite
     if not record.snapshot or not parent:
         yield "container-image", "its root file system is no snapshot of an image"
     if not pod:
-        yield from joined_namespaces(_spec(record).namespaces())
+        yield from joined_namespaces(spec.namespaces())
 
 
 # --- making it ------------------------------------------------------------------------------------------------

@@ -118,9 +118,8 @@ def bound(source: str) -> list[str]:
         source: what is bound, where that is not read-only.
     """
     place = os.path.realpath(source)
-    if f"{place}/".startswith("/dev/") or not (os.path.isdir(place) or os.path.isfile(place)):
-        return []
-    return [f"{'folder' if os.path.isdir(place) else 'file'} {place}"]
+    kind = "folder" if os.path.isdir(place) else "file" if os.path.isfile(place) else ""
+    return [f"{kind} {place}"] if kind and not f"{place}/".startswith("/dev/") else []
 
 
 def is_port(text: str) -> bool:

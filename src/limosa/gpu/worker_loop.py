@@ -72,15 +72,14 @@ def serve(connection: socket.socket, table: Table, controller: int | None = None
         if not loop.read(until_empty=dead) or dead:
             break
     loop.finish()
-    return Left(list(loop.wills.values()), loop.initialised, loop.spoilt)
+    return Left([argv for argv, _ in loop.wills.values()], loop.initialised, loop.spoilt)
 
 
 class _Loop:
     """The state of one worker: its wills and the calls under way."""
 
     def __init__(self, connection: socket.socket, table: Table):
-        self.wills: dict[str, list[str]] = {}  # of each operation, by its name
-        self._held: dict[str, int] = {}  # what is held open as long as that will stands
+        self.wills: dict[str, tuple[list[str], int]] = {}  # by name; with what is held open meanwhile, or -1
         self._given: deque[int] = deque()  # descriptors that have come, in their order
         self.initialised = self.spoilt = False
         self._connection = connection
@@ -150,14 +149,12 @@ class _Loop:
             thread.start()
 
     def _set_will(self, argv: list[Any] | None, name: str, fd: int) -> None:
-        """Remember a will, and hold what came with it, or forget both."""
-        self.wills.pop(name, None)
-        if (old := self._held.pop(name, -1)) >= 0:
+        """Remember a will, and hold what came with it; without ``argv``, forget both."""
+        _, old = self.wills.pop(name, ([], -1))
+        if old >= 0:
             os.close(old)
         if argv:
-            self.wills[name] = [str(part) for part in argv]
-        if fd >= 0 and argv:
-            self._held[name] = fd
+            self.wills[name] = [str(part) for part in argv], fd
         elif fd >= 0:
             os.close(fd)
 

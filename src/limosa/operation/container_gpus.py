@@ -113,7 +113,7 @@ def tell(members: Sequence[Member], found: Sequence[Reason], inventory: gpu.Inve
     """
     if inventory is None or all(r.id != RECORD for r in found):
         return list(found)
-    given = [m for m in members if m.boxed and _new(m)]
+    given = _given(members)
     try:
         asked = _asked(given, Containers(), containerd_record.tell)
     except (OSError, LimosaError) as error:  # the job is where it was to go, whatever cannot be read
@@ -124,7 +124,7 @@ def tell(members: Sequence[Member], found: Sequence[Reason], inventory: gpu.Inve
 
 def tell_as_found(members: Iterable[Member]) -> None:
     """Tells runtimes, as :func:`tell` does, for an operation that has died; what cannot be told is let be."""
-    given = [m for m in members if m.boxed and _new(m)]
+    given = _given(members)
     with contextlib.suppress(OSError, LimosaError):  # the job is where it was to go
         if given:
             _asked(given, Containers(), containerd_record.tell)
@@ -146,6 +146,11 @@ def tell_returned(root: Identity, members: Sequence[Member], configured: Mapping
         return containerd_record.tell(box, _wanted(members), known, configured)
     except (OSError, LimosaError) as error:
         return str(error)
+
+
+def _given(members: Iterable[Member]) -> list[Member]:
+    """Those whose containers were given another GPU."""
+    return [m for m in members if m.boxed and _new(m)]
 
 
 def _new(member: Member) -> set[str]:

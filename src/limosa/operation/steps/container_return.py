@@ -212,11 +212,15 @@ class ContainerReturning(Returning):
     def keep_record(self) -> str:
         assert self.root is not None
         clones.keep_record(self.record, self.root)
+        self._tell_runtime(self.root)
+        return f"{self.runtime.name}:{self.called}"
+
+    def _tell_runtime(self, root: Identity) -> None:
+        """Tells containerd of other GPUs than the container had; what it says takes the place of what the plan said."""
         if self.record.runtime == "containerd" and any(r.id == container_gpus.RECORD for r in self.facts.reasons):
             self.facts.reasons = [r for r in self.facts.reasons if r.id != container_gpus.RECORD]
-            if why := container_gpus.tell_returned(self.root, self.members):
+            if why := container_gpus.tell_returned(root, self.members):
                 self.facts.reasons.append(container_plan.record_changes(self.called, why))
-        return f"{self.runtime.name}:{self.called}"
 
     def _started(self, who: Identity) -> None:
         self.work.note(Noted.CRIU_RESTORE, Phase.NOTE, who.pid, criu=who.to_str())
