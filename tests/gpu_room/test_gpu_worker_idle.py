@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import quickest
 
 from limosa.errors import DriverError, NoCudaState
 from limosa.gpu import Driver, worker_idle
@@ -34,7 +35,8 @@ def eventually(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
 
 WORKER = """
 import os, sys
-from limosa.gpu import worker_main
+from limosa.gpu import worker_idle, worker_main
+worker_idle.ANSWER_SECONDS = 60.0
 def state(pid):
     if pid == 13:
         raise MemoryError("this driver is not well")
@@ -63,6 +65,7 @@ def place(tmp_path: Path, monkeypatch) -> Iterator[Path]:
         return Launched(ours, process, -1)
 
     monkeypatch.setattr("limosa.gpu.worker_process.launch", launch)
+    monkeypatch.setattr(worker_idle, "ANSWER_SECONDS", 60.0)  # a busy machine is no fault of the worker
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     yield tmp_path
     end_all(tmp_path)
@@ -84,9 +87,11 @@ def used(place: Path, ask: int = 7) -> int:
 
 def test_the_next_command_has_the_worker_of_the_one_before(place: Path):
     first = used(place)
-    begun = time.monotonic()
-    assert used(place) == first
-    assert time.monotonic() - begun < 0.1
+
+    def takes_over() -> None:
+        assert used(place) == first
+
+    assert quickest(takes_over, 0.1) < 0.1
     assert os.getsid(first) == first
     assert Path(f"/proc/{first}/stat").read_text().rsplit(")", 1)[1].split()[1] != str(os.getpid()), "nobody's child"
 
@@ -290,9 +295,9 @@ def test_who_is_fit_to_wait(calls: list[str], fit: bool):
 @pytest.fixture
 def waiting(tmp_path: Path, monkeypatch) -> Iterator[tuple[str, list[Any]]]:
     """A worker's wait, in a thread of this process: where, and what came of it."""
-    monkeypatch.setattr(worker_idle, "IDLE_SECONDS", 5.0)
+    monkeypatch.setattr(worker_idle, "IDLE_SECONDS", 60.0)
     monkeypatch.setattr(worker_idle, "_dress", lambda _: None)
-    monkeypatch.setattr(worker_idle, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(worker_idle, "ANSWER_SECONDS", 60.0)
     path = str(tmp_path / "x")
     last, other = socket.socketpair()
     came: list[Any] = []
@@ -300,8 +305,9 @@ def waiting(tmp_path: Path, monkeypatch) -> Iterator[tuple[str, list[Any]]]:
     thread.start()
     eventually(lambda: Path(path).exists())
     yield path, came
-    end_all(tmp_path)
-    thread.join(6)
+    if (asked := worker_idle._asked(path, "end", [])[0]) is not None:
+        asked.close()
+    thread.join(60)
     other.close()
     for found in came:
         if found is not None:
@@ -315,14 +321,15 @@ def says(path: str, data: bytes, fds: list[int]) -> list[Any]:
         mine.connect(path)
         with contextlib.suppress(OSError):
             socket.send_fds(mine, [data], fds)
-            mine.settimeout(2)
+            mine.settimeout(60)
             heard = b"".join(iter(lambda: mine.recv(100), b""))
             return Frames(replies=True).feed(heard)[1:]  # behind the number with which each is greeted
     return []
 
 
-def test_who_says_nothing_or_nonsense_is_sent_away_and_the_next_is_served(waiting):
+def test_who_says_nothing_or_nonsense_is_sent_away_and_the_next_is_served(waiting, monkeypatch):
     path, came = waiting
+    monkeypatch.setattr(worker_idle, "ANSWER_SECONDS", 0.3)
     null = os.open("/dev/null", os.O_RDONLY)
     child = subprocess.Popen(["/bin/sleep", "30"])
     other = os.pidfd_open(child.pid)
@@ -338,6 +345,7 @@ def test_who_says_nothing_or_nonsense_is_sent_away_and_the_next_is_served(waitin
         ):
             assert says(path, data, fds) == []
         assert not came
+        monkeypatch.setattr(worker_idle, "ANSWER_SECONDS", 60.0)
         connection, pid = worker_idle._asked(path, "end", [])
         assert connection is not None
         connection.close()
@@ -364,10 +372,11 @@ def test_who_stands_elsewhere_does_not_get_it(waiting, monkeypatch):
 def test_who_may_not_trace_the_worker_does_not_get_it(waiting, monkeypatch):
     """As one that is locked in by Landlock, of which /proc says nothing: the kernel does not let it read the word."""
     path, came = waiting
+    real = worker_idle._word_at
     monkeypatch.setattr(worker_idle, "_word_at", lambda pid, fd: "a guess")
     assert worker_idle._asked(path, "take", [{}])[0] is None
     assert not came
-    monkeypatch.undo()
+    monkeypatch.setattr(worker_idle, "_word_at", real)
 
 
 def test_a_worker_that_only_owes_a_state_ends_with_its_controller():
@@ -391,7 +400,7 @@ def test_one_that_takes_it_is_alone_with_it(waiting):
     )
     answers.start()
     connection, _ = worker_idle._asked(path, "take", [{}])
-    answers.join(10)
+    answers.join(60)
     assert connection is not None
     connection.close()
     assert not Path(path).exists()

@@ -46,6 +46,7 @@ ANSWER_SECONDS = 1.0
 TAKE, END = "take", "end"
 _MOST_BYTES, _MOST_NAMES, _MOST_GREETING = 1 << 20, 1_000, 100
 _WORD = "limosa-"
+_LOCK, _MADE = ".lock", ".new"
 _END_ALL_SECONDS = 5.0
 _RIGHTS = ("Umask:", "Uid:", "Gid:", "Groups:", "Cap", "NoNewPrivs:", "Seccomp")
 _NAMESPACES = ("user", "pid", "mnt", "net", "ipc", "cgroup", "time")
@@ -158,7 +159,7 @@ def end_all(folder: Path) -> list[int]:
         for entry in itertools.islice(entries, _MOST_NAMES):
             if time.monotonic() > until:
                 break
-            if entry.name.endswith(".lock"):
+            if entry.name.endswith((_LOCK, _MADE)):
                 continue
             connection, pid = _asked(entry.path, END, [])
             if connection is None:
@@ -191,11 +192,12 @@ def _told(path: str) -> list[int]:
 def _tidy(path: str) -> None:
     """Remove what one that was killed has left at a path; where one waits, it has the lock."""
     with contextlib.suppress(OSError):
-        guard = os.open(f"{path}.lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        guard = os.open(f"{path}{_LOCK}", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(path)
-            os.unlink(f"{path}.lock")
+            for one in (path, f"{path}{_MADE}", f"{path}{_LOCK}"):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(one)
         finally:
             os.close(guard)
 
@@ -271,33 +273,37 @@ def next_controller(path: str, last: socket.socket) -> tuple[socket.socket, int]
         The connection to it and its pidfd; None where nobody has come, or another worker waits there.
     """
     try:
-        guard = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        guard = os.open(f"{path}{_LOCK}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError:
         return None
     try:
         fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)  # whoever has it is the one that waits
-        if not os.path.samestat(os.fstat(guard), os.lstat(f"{path}.lock")):
+        if not os.path.samestat(os.fstat(guard), os.lstat(f"{path}{_LOCK}")):
             raise FileNotFoundError  # the one before has removed it meanwhile
     except OSError:
         os.close(guard)
         return None
+    made = f"{path}{_MADE}"
     try:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+            os.unlink(made)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listening:
-            listening.bind(path)
             try:
-                os.chmod(path, 0o600)
+                listening.bind(made)
+                os.chmod(made, 0o600)
                 listening.listen(8)
+                os.rename(made, path)  # whoever sees the name can connect
                 _leave(last)
                 return _first(listening, time.monotonic() + IDLE_SECONDS)
             finally:
-                os.unlink(path)
+                for one in (made, path):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(one)
     except OSError:
         return None
     finally:
         with contextlib.suppress(OSError):
-            os.unlink(f"{path}.lock")
+            os.unlink(f"{path}{_LOCK}")
         os.close(guard)
 
 
