@@ -188,6 +188,16 @@ def test_suspended_and_resumed_elsewhere(two: Any) -> None:
     job.finish()
 
 
+def test_a_watchdog_that_looks_at_the_clock_does_not_see_how_long_it_was_suspended(two: Any) -> None:
+    """A rank stands in a call of NCCL's all the while. PyTorch's watchdog would end it for that afterwards."""
+    job = Ranks(two, "--elements", 1 << 19, "--watchdog", "--patience", "6")
+    two.says(0, "", "suspend", job.pid)
+    time.sleep(9)
+    two.says(0, "", "resume", job.pid, *SWAP)
+    job.goes_on()
+    job.finish()
+
+
 def test_large_buffers_go_the_parked_way(two: Any) -> None:
     job = Ranks(two, "--elements", 1 << 19, "--p2p")
     for _ in range(3):

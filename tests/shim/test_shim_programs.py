@@ -30,8 +30,9 @@ pthread_attr_init
 pthread_attr_setdetachstate pthread_attr_setstacksize pthread_cond_broadcast pthread_cond_init pthread_cond_signal
 pthread_cond_timedwait pthread_cond_wait pthread_condattr_init pthread_condattr_setclock pthread_create pthread_join
 pthread_key_create pthread_mutex_init pthread_mutex_lock pthread_mutex_timedlock pthread_mutex_unlock pthread_once
-pthread_setcancelstate pthread_setspecific pthread_sigmask qsort read readdir realloc recv recvmsg send sendmsg
-setrlimit setsockopt shutdown sigfillset snprintf socket strcmp strdup strlen strncmp strnlen strrchr strstr syscall
+pthread_setcancelstate pthread_setspecific pthread_sigmask qsort read readdir realloc recv recvmsg sched_yield
+send sendmsg setrlimit setsockopt shutdown sigfillset snprintf socket strcmp strdup strlen strncmp strnlen strrchr
+strstr syscall
 """
 """What the shim asks of a C library, all of which musl has, too: it is looked up where musl is installed."""
 

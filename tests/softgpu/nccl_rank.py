@@ -1,7 +1,7 @@
 """One rank of a job that computes with its peers, by libcuda.so.1 and libnccl.so.2 alone; nccl_agent.py starts it.
 
     nccl_rank.py FILE --steps N [--until FILE] [--pause MS] [--elements N] [--p2p] [--groups] [--threads]
-                      [--nonblocking] [--capture] [--barrier-every N] [--skew MS] [--watchdog]
+                      [--nonblocking] [--capture] [--barrier-every N] [--skew MS] [--watchdog [--patience S]]
 
 Every step all-reduces the numbers of all ranks, and of those of the same parity (a communicator of ncclCommSplit), and
 makes the next numbers from the sums. That can be undone: it is modulo 2^32, one's own are taken five times, those of
@@ -17,6 +17,8 @@ which it is, the CRC of the numbers, the time. Two runs that nobody disturbed ha
     --barrier-every  a barrier at the store: ranks wait on the host
     --skew           each rank is late by up to so much, differently in each step
     --watchdog       a thread asks for asynchronous errors all the time, and ends the rank with 3 when there is one
+    --patience       it ends the rank with 4 when a step's calls are older than that, as PyTorch's: their time is taken
+                     before the first of them, and it looks at the clock before it looks whether they are done
 """
 
 from __future__ import annotations
@@ -44,10 +46,24 @@ class Ended(Exception):
     """A communicator that does not come into being."""
 
 
-class Watchdog:
-    """Asks every communicator for its asynchronous error."""
+def steady_seconds() -> float:
+    """std::chrono::steady_clock::now(), from wherever a program in C++ has it."""
+    for library in (None, "libstdc++.so.6"):
+        try:
+            now = ctypes.CDLL(library)._ZNSt6chrono3_V212steady_clock3nowEv
+        except AttributeError:
+            continue
+        now.restype = ctypes.c_int64
+        return int(now()) / 1e9
+    raise Ended("no libstdc++")
 
-    def __init__(self) -> None:
+
+class Watchdog:
+    """Asks every communicator for its asynchronous error, and looks how old calls are."""
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._works: list[tuple[float, int]] = []
         self._comms: list[int] = []
         self._lock = threading.Lock()
         threading.Thread(target=self._watch, daemon=True).start()
@@ -60,9 +76,19 @@ class Watchdog:
         with self._lock:
             self._comms.remove(comm)
 
+    def issued(self, begun: float, stream: int) -> None:
+        with self._lock:
+            self._works.append((begun, stream))
+
     def _watch(self) -> None:
         while True:
             with self._lock:
+                for begun, stream in [*self._works]:
+                    if (age := steady_seconds() - begun) > self._patience:
+                        print(f"watchdog: a step is {age:.3f} s old", flush=True)
+                        os._exit(4)
+                    if nccl.query(stream) == 0:
+                        self._works.remove((begun, stream))
                 for comm in self._comms:
                     error = nccl.async_error(comm)
                     if error not in (nccl.SUCCESS, nccl.IN_PROGRESS):
@@ -89,7 +115,7 @@ class Rank:
         self.rank, self.n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.device = int(os.environ["LOCAL_RANK"])
         self.store = Client(int(os.environ["MASTER_PORT"]))
-        self.watchdog = Watchdog() if options.watchdog else None
+        self.watchdog = Watchdog(options.patience) if options.watchdog else None
         while self.rank and options.late and not os.path.exists(options.late):
             time.sleep(0.01)
         nccl.device(self.device)
@@ -188,7 +214,7 @@ class Work:
 
     def sum_up(self) -> None:
         """The sums of all, and of those of the same parity, and what the rank before has."""
-        options, half = self.rank.options, self.count // 2
+        options, half, begun = self.rank.options, self.count // 2, steady_seconds()
         if options.groups:
             nccl.nccl("ncclGroupStart")
             self.all_reduce(self.sums, self.world, 0, half)
@@ -204,6 +230,8 @@ class Work:
             nccl.nccl("ncclSend", self.own, self.count, UINT32, after, self.world, self.stream)
             nccl.nccl("ncclRecv", self.ring, self.count, UINT32, before, self.world, self.stream)
             nccl.nccl("ncclGroupEnd")
+        if self.rank.watchdog:
+            self.rank.watchdog.issued(begun, self.stream)
 
     def capture(self) -> None:
         """The driver in software captures nothing, and NCCL says so; nothing comes of it."""
@@ -285,6 +313,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--elements", type=int, default=1 << 19)
     parser.add_argument("--barrier-every", type=int, default=0)
     parser.add_argument("--skew", type=float, default=0)
+    parser.add_argument("--patience", type=float, default=float("inf"))
     parser.add_argument("--linger", type=float, default=0, help="seconds that rank 0 stays at its end")
     parser.add_argument("--load", help="a library that is loaded first")
     parser.add_argument("--made-by", default="ncclCommInitRankConfig")

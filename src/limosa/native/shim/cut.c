@@ -1,5 +1,6 @@
 #include "cut.h"
 #include "capture.h"
+#include "clock.h"
 #include "comms.h"
 #include "driver.h"
 #include "gate.h"
@@ -335,6 +336,7 @@ int32_t cut_rest(uint64_t milliseconds)
             return -ECANCELED;
         nanosleep(&(struct timespec){0, 50000}, NULL);
     }
+    clock_stop();
     int32_t result = CUDA_ERROR_NOT_READY;
     for (bool last = false; may_yet(result, now_ms() - begun) && !last;) {
         uint64_t spent = now_ms() - begun, left = milliseconds > spent ? milliseconds - spent : 1;
@@ -504,6 +506,7 @@ int32_t cut_open(void)
 
     if (job && job->closes && !atomic_load(&job->over))
         return -EBUSY;
+    clock_go(); /* before anybody goes on */
     comms_open();
     capture_hold(HOLD_AT_CUT, false);
     return 0;

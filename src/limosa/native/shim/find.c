@@ -121,6 +121,39 @@ static int look(struct dl_phdr_info *info, size_t size, void *data)
     return 0;
 }
 
+struct looked {
+    uintptr_t inside;
+    struct span found;
+};
+
+static int look_for_span(struct dl_phdr_info *info, size_t size, void *data)
+{
+    struct looked *looked = data;
+    struct span found = {UINTPTR_MAX, 0};
+
+    (void)size;
+    for (int i = 0; i < info->dlpi_phnum; i++)
+        if (info->dlpi_phdr[i].p_type == PT_LOAD) {
+            uintptr_t begin = info->dlpi_addr + info->dlpi_phdr[i].p_vaddr, end = begin + info->dlpi_phdr[i].p_memsz;
+            found.begin = begin < found.begin ? begin : found.begin;
+            found.end = end > found.end ? end : found.end;
+        }
+    if (looked->inside < found.begin || looked->inside >= found.end)
+        return 0;
+    looked->found = found;
+    return 1;
+}
+
+bool find_span(const void *address, struct span *span)
+{
+    struct looked looked = {.inside = (uintptr_t)address};
+
+    if (!dl_iterate_phdr(look_for_span, &looked))
+        return false;
+    *span = looked.found;
+    return true;
+}
+
 struct linked {
     bool (*each)(const char *symbol, void *data);
     void *data;

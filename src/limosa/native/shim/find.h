@@ -3,6 +3,11 @@
 #define LIMOSA_FIND_H
 
 #include <stdbool.h>
+#include <stdint.h>
+
+struct span {
+    uintptr_t begin, end;
+};
 
 void *find_in(void *library, const char *symbol); /* the library's own */
 void *find_in_driver(const char *symbol);
@@ -11,5 +16,7 @@ bool find_is_driver(const void *address); /* whether it lies in libcuda */
 /* Each name that the program, or a library of it, is linked with, until it answers false. False: no library was loaded since the
  * last time, and nobody was asked. The loader's lock is held meanwhile. */
 bool find_linked(bool (*each)(const char *symbol, void *data), void *data);
+
+bool find_span(const void *address, struct span *span); /* where the library, or program, lies that it is in */
 
 #endif

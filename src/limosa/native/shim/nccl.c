@@ -4,6 +4,7 @@
  * libnccl calls its own exported functions, too, and so comes through here: it is let through as it is. */
 #include "nccl.h"
 #include "capture.h"
+#include "clock.h"
 #include "comms.h"
 #include "compiler.h"
 #include "driver.h"
@@ -44,27 +45,6 @@ static struct call {
 
 static _Atomic uintptr_t own_begin, own_end; /* where libnccl lies */
 
-struct span {
-    uintptr_t inside, begin, end;
-};
-
-static int find_span(struct dl_phdr_info *info, size_t size, void *data)
-{
-    struct span *span = data, found = {span->inside, UINTPTR_MAX, 0};
-
-    (void)size;
-    for (int i = 0; i < info->dlpi_phnum; i++)
-        if (info->dlpi_phdr[i].p_type == PT_LOAD) {
-            uintptr_t begin = info->dlpi_addr + info->dlpi_phdr[i].p_vaddr, end = begin + info->dlpi_phdr[i].p_memsz;
-            found.begin = begin < found.begin ? begin : found.begin;
-            found.end = end > found.end ? end : found.end;
-        }
-    if (span->inside < found.begin || span->inside >= found.end)
-        return 0;
-    *span = found;
-    return 1;
-}
-
 static void *libnccl(void)
 {
     static void *_Atomic library;
@@ -80,8 +60,8 @@ static void *look_up(struct call *call)
     void *handle = libnccl();
     void *real = handle ? find_in(handle, call->symbol) : NULL;
     if (real && !atomic_load(&own_end)) {
-        struct span span = {(uintptr_t)real, 0, 0};
-        dl_iterate_phdr(find_span, &span);
+        struct span span = {0};
+        find_span(real, &span);
         atomic_store(&own_begin, span.begin);
         atomic_store(&own_end, span.end);
     }
@@ -937,6 +917,7 @@ EXPORT int ncclCommGetAsyncError(void *handle, int *answer)
         return NCCL_SYSTEM_ERROR;
     if (FROM_NCCL || !answer || !(comm = comms_find(handle)))
         return nccl(ncclCommGetAsyncError)(handle, answer);
+    clock_watched_by(__builtin_return_address(0));
     *answer = NCCL_SUCCESS;
     if (!comms_ask())
         return NCCL_SUCCESS;

@@ -5,6 +5,7 @@
 #include "serve.h"
 #include "bulk.h"
 #include "capture.h"
+#include "clock.h"
 #include "compiler.h"
 #include "contexts.h"
 #include "comms.h"
@@ -444,6 +445,7 @@ static void in_child(void)
     left_in_child();
     ipc_in_child();
     comms_in_child();
+    clock_in_child();
     cut_in_child();
     pthread_mutex_init(&begin_lock, NULL);
 }
