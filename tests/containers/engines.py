@@ -1,4 +1,4 @@
-"""Debian's podman, crun, runc, containerd and Docker, fetched once into ``build/engines``; nothing is installed.
+"""Debian's runtimes and checkpointctl, fetched once into ``build/engines``; nothing is installed.
 
 apt gets list, state and cache folders of its own (``limosa.process.criu.fetch``), and checks the packages' signatures.
 What runs gets the folder's own loader and libraries written into it (patchelf), so that the machine's C library does
@@ -29,7 +29,7 @@ PACKAGES = {
         *("podman", "crun", "runc", "conmon", "catatonit", "netavark"),
         *("iptables", "tar", "busybox-static", "musl-dev", "patchelf"),
     ],
-    "forky": ["containerd", "docker.io", "docker-cli"],
+    "forky": ["containerd", "docker.io", "docker-cli", "checkpointctl"],
 }
 # What podman's packages ask for and nothing here starts.
 _NEEDLESS = ("gnupg", "gpg", "perl", "libperl", "dirmngr", "pinentry", "debconf", "adduser", "passwd", "dpkg")
@@ -44,7 +44,7 @@ _PROGRAMS = {
     "busybox": "bin/busybox",
 }
 _OF_FORKY = {
-    **{name: f"usr/bin/{name}" for name in ("containerd", "containerd-shim-runc-v2", "ctr", "docker")},
+    **{name: f"usr/bin/{name}" for name in ("containerd", "containerd-shim-runc-v2", "ctr", "docker", "checkpointctl")},
     "dockerd": "usr/sbin/dockerd",
 }
 _LIBRARIES = ("usr/lib/{}-linux-gnu", "lib/{}-linux-gnu")

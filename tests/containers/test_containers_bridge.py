@@ -20,6 +20,7 @@ from containers.test_containers_to_disk import (
     begin,
     desk_of,
     is_frozen,
+    one_of_two,
     recovered,
     started_by,
     until,
@@ -119,6 +120,23 @@ def test_a_published_port_is_one_containers_and_a_clone_may_have_another(bridged
     bridged.restore(image="web")
     assert address(bridged, bridged.back("web")) == had
     assert all(answers("127.0.0.1", port) for port in (8080, 8081))
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1:"])
+def test_of_two_clones_at_the_same_moment_one_gets_the_port(bridged: Desk, address: str) -> None:
+    one = serves(bridged, "web", 8080)
+    bridged.checkpoint(one, "--leave-running", image="web")
+    both = [["--publish", f"{address}8081:80", "--name", bridged.name(word)] for word in ("a", "b")]
+    won, error = one_of_two(bridged, *both, image="web")
+    assert error["id"] == "busy" or (error["id"] == "port-taken" and not address), error
+    assert "8081" in error["message"]
+    assert sorted(bridged.runtime.names()) == sorted([one.name, bridged.name("ab"[won])])
+    bridged.back("ab"[won])
+    assert all(answers("127.0.0.1", port) for port in (8080, 8081))
+    assert "nothing" in bridged.limosa("recover").stdout
+    bridged.restore("--publish", "8082:80", image="web", name="ab"[1 - won])
+    bridged.back("ab"[1 - won])
+    assert answers("127.0.0.1", 8082)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -12,10 +13,24 @@ from typing import Any
 import pytest
 from containers.runtimes import Container, bundle_config
 from soft_node import Node
-from test_containers_to_disk import Desk, as_undisturbed, begin, desk_of, gpus_of, recovered, until
+from test_containers_to_disk import (
+    Desk,
+    as_undisturbed,
+    begin,
+    desk_of,
+    each,
+    gpus_of,
+    nothing_left,
+    one_of_two,
+    recovered,
+    twin,
+    until,
+)
+from test_containers_told import record_of
 
 __all__ = ["desk_of"]
 pytestmark = [pytest.mark.root, pytest.mark.criu, pytest.mark.timeout(600)]
+LARGE = 150  # MiB: a GPU has room for one
 
 
 @pytest.fixture
@@ -101,7 +116,7 @@ def test_two_of_one_name_are_not_begun(desk: Desk, rootfs: Path) -> None:
     assert gpus_of(desk, again) == [0]
 
 
-def with_folders(desk: Desk) -> Container:
+def with_folders(desk: Desk, *command: object) -> Container:
     """The job with a folder of the machine that it may change, and one that it may not; podman's with a volume, too."""
     binds = []
     for name, may in (("data", "rw"), ("models", "ro")):
@@ -109,15 +124,14 @@ def with_folders(desk: Desk) -> Container:
         binds.append((str(desk.place / name), f"/{name}", may))
     if desk.runtime.name == "podman":
         words = [f"--volume={source}:{target}:{may}" for source, target, may in binds]
-        return desk.job(options=[*words, f"--volume={desk.name('vol')}:/vol"])
+        return desk.job(*command, options=[*words, f"--volume={desk.name('vol')}:/vol"])
     if desk.runtime.name == "containerd":
-        return desk.job(
-            options=[f"--mount=type=bind,src={source},dst={to},options=rbind:{may}" for source, to, may in binds]
-        )
+        words = [f"--mount=type=bind,src={source},dst={to},options=rbind:{may}" for source, to, may in binds]
+        return desk.job(*command, options=words)
     mounts = bundle_config("", "", [], (0,))["mounts"]
     for source, target, may in binds:
         mounts.append({"destination": target, "type": "bind", "source": source, "options": ["rbind", may]})
-    return desk.job(mounts=mounts)
+    return desk.job(*command, mounts=mounts)
 
 
 def test_what_a_clone_would_share_by_mistake_is_refused(desk: Desk, rootfs: Path) -> None:
@@ -144,3 +158,88 @@ def test_what_a_clone_would_share_by_mistake_is_refused(desk: Desk, rootfs: Path
     desk.restore("--to", 1, *bundle(desk, one, "alone"), name="alone")  # nobody else changes it
     as_undisturbed(desk, rootfs, desk.back("alone"))
     refused_by("alone", "third")
+
+
+def noted(desk: Desk, kind: str) -> list[str]:
+    """What root's Limosa has noted of that kind."""
+    code = "import sys; from limosa.process.places import own_folder; print(own_folder(sys.argv[1]))"
+    place = desk.node.python(code, kind, env=desk.runtime.environment()).stdout.strip()
+    return sorted(path.name for path in Path(place).iterdir() if not path.name.startswith("."))
+
+
+def only(desk: Desk, rootfs: Path, name: str, gpu: int) -> None:
+    """One container is there, on that GPU, and nothing besides; it is taken away."""
+    assert desk.runtime.names() == [desk.name(name)]
+    assert noted(desk, "claims") == noted(desk, "journals") == []
+    clone = desk.back(name)
+    (record,) = noted(desk, "cloned")
+    assert record.startswith(f"{clone.pid}-")
+    clone.goes_on()
+    steps = clone.steps()
+    assert gpus_of(desk, clone) == [gpu]
+    assert "nothing" in desk.limosa("recover").stdout
+    clone.remove()
+    assert nothing_left(desk)
+    undisturbed = twin(desk, rootfs, max(steps) + 1, LARGE)  # there is room for it now
+    assert steps == {n: undisturbed[n] for n in steps}
+
+
+def test_of_two_at_the_same_moment_one_is_refused_where_there_is_room_for_one(desk: Desk, rootfs: Path) -> None:
+    """A name, a GPU's memory, a folder that both may change: what is left is as if the other had never come."""
+    one = with_folders(desk, "/job", LARGE, 5)
+    one.goes_on()
+    desk.checkpoint(one)
+    desk.node.switches.add("function=cuCheckpointProcessRestore delay=1.5 every=1")
+
+    def words(name: str, gpu: int, *more: object) -> list[object]:
+        return ["--to", gpu, "--name", desk.name(name), *bundle(desk, one, f"own-{next(numbers)}"), *more]
+
+    numbers = itertools.count()
+    for first, second in ((0, 0), (1, 2)):
+        won, error = one_of_two(desk, words("train", first), words("train", second))
+        reasons = ["busy", "container-name", "clone-shares"]  # each is so; which is seen first is chance
+        assert error["id"] in [*reasons, *(["gpu-room"] if first == second else [])], error
+        assert one.name in error["message"] or error["id"] == "gpu-room"
+        only(desk, rootfs, "train", (first, second)[won])
+
+    won, error = one_of_two(desk, words("a", 1), words("b", 2))
+    assert error["id"] in ("busy", "clone-shares")
+    assert f"{desk.place}/data" in error["message"]
+    only(desk, rootfs, "ab"[won], won + 1)
+
+    won, error = one_of_two(desk, *(words(name, 2, "--force=clone-shares") for name in "cd"))
+    assert error["exit_code"] == 14
+    only(desk, rootfs, "cd"[won], 2)
+
+
+@each("podman-finished", "podman-undone", "runc-finished", "containerd-finished", "containerd-undone")
+def test_what_is_noted_of_a_clone_is_right_after_its_restore_was_killed(desk: Desk, rootfs: Path, word: str) -> None:
+    """What it was made of, while it is there; with containerd its new GPU. Who recovers has another environment."""
+    one = with_folders(desk)
+    one.goes_on()
+    desk.checkpoint(one)
+    call = "Unlock" if word == "finished" else "Restore result=UNKNOWN"
+    rule = desk.node.switches.add(f"function=cuCheckpointProcess{call} delay=1 every=1")
+    killed = begin_clone(desk, one, "killed", 1)
+    until(lambda: desk.node.switches.count(rule))
+    killed.kill()
+    killed.wait(60)
+    without = {name: value for name, value in desk.runtime.environment().items() if not name.startswith("CONTAINER")}
+    until(lambda: "nothing" in desk.limosa("recover", rc=None, env=without).stdout)
+    desk.node.switches.remove(rule)
+    assert noted(desk, "claims") == noted(desk, "journals") == []
+    if word == "finished":
+        clone = desk.back("killed")
+        as_undisturbed(desk, rootfs, clone)
+        assert gpus_of(desk, clone) == [1]
+        (record,) = noted(desk, "cloned")
+        assert record.startswith(f"{clone.pid}-")
+        if desk.runtime.name == "containerd":
+            assert "/dev/nvidia1" in {d["path"] for d in record_of(desk, clone)["Spec"]["linux"]["devices"]}
+        error = desk.restore("--to", 2, *bundle(desk, one, "twin"), rc=23, name="twin")["error"]
+        assert (error["id"], f"{desk.runtime.name}:{clone.name}" in error["message"]) == ("clone-shares", True)
+    else:
+        assert nothing_left(desk)
+        assert noted(desk, "cloned") == []
+        desk.restore("--to", 2, name="next")  # nobody else changes the folder
+        as_undisturbed(desk, rootfs, desk.back("next"))

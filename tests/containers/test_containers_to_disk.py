@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import shlex
@@ -136,9 +137,9 @@ def as_undisturbed(desk: Desk, rootfs: Path, one: Container) -> None:
     assert steps == {n: undisturbed[n] for n in steps}
 
 
-def twin(desk: Desk, rootfs: Path, steps: int) -> dict[int, str]:
-    """What the job computes where nobody disturbs it."""
-    return steps_of(desk.node.run([rootfs / "job", 16, 0, steps]).stdout)
+def twin(desk: Desk, rootfs: Path, steps: int, size: int = 16) -> dict[int, str]:
+    """What the job computes where nobody disturbs it, on so many MiB."""
+    return steps_of(desk.node.run([rootfs / "job", size, 0, steps]).stdout)
 
 
 def test_a_container_ends_in_an_image_and_comes_back(desk: Desk, rootfs: Path) -> None:
@@ -359,10 +360,22 @@ def words_of(pid: int) -> set[str]:
     return set()
 
 
-def begin(desk: Desk, *words: object) -> Any:
+def begin(desk: Desk, *words: object, **options: Any) -> Any:
     environment = desk.runtime.environment()
     del environment["HOME"]
-    return desk.node.popen([sys.executable, "-m", "limosa", *words], env=environment)
+    return desk.node.popen([sys.executable, "-m", "limosa", *words], env=environment, **options)
+
+
+def one_of_two(desk: Desk, *both: list[object], image: str = "image") -> tuple[int, Any]:
+    """Starts two restores side by side: which has made its container, and what the other said, before that one."""
+    quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    limosas = [begin(desk, "restore", desk.image(image), *words, "-o", "json", **quiet) for words in both]
+    until(lambda: any(limosa.poll() is not None for limosa in limosas), 120)
+    lost = next(n for n, limosa in enumerate(limosas) if limosa.poll() is not None)
+    said = [limosa.communicate(timeout=120)[0] for limosa in limosas]
+    assert limosas[1 - lost].returncode == 0, said
+    assert limosas[lost].returncode, "it was refused before the other one had done its work"
+    return 1 - lost, json.loads(said[lost])["error"]
 
 
 def recovered(desk: Desk) -> None:
@@ -510,6 +523,21 @@ while :; do n=$((n + 1)); echo "step $n hash 0x$n"; echo "line $n" >&5; sleep 0.
 """
 
 
+def is_read_by_checkpointctl(desk: Desk, one: Container) -> None:
+    """All of it but what is in pages: Debian's 1.3.0 does not know how a CRIU from 4.1 on counts them."""
+    podman, archive = desk.runtime, desk.image() / "criu/container.tar"
+    shown = podman.call(podman.engines["checkpointctl"], "show", archive).stdout
+    assert f"{one.name}   {NAME}   {one.id[:12]}   runc" in shown
+    (found,) = podman.call(podman.engines["checkpointctl"], "inspect", "--all", "--format=json", archive).json
+    assert (found["container_name"], found["id"], found["engine"]) == (one.name, one.id, "Podman")
+    assert found["statistics"]["pages_written"] * 4096 == found["checkpoint_size"]["memory_pages_size"] > 0
+    first = found["process_tree"]
+    assert (first["pid"], [child["command"] for child in first["children"]]) == (1, ["sh"])
+    files = {file["path"] for process in found["file_descriptors"] for file in process["open_files"]}
+    assert "/tmp/open" in files
+    assert {"/vol", "/bound", "/scratch"} <= {mount["destination"] for mount in found["mounts"]}
+
+
 @pytest.mark.parametrize(("terminal", "volume"), [([], "there"), (["--tty", "--interactive"], "gone")])
 def test_what_comes_along(desk_of: Callable[[str], Desk], terminal: list[str], volume: str) -> None:
     desk = desk_of("podman")
@@ -521,6 +549,8 @@ def test_what_comes_along(desk_of: Callable[[str], Desk], terminal: list[str], v
     one.goes_on()
     done = desk.checkpoint(one)
     assert done["way"] == "host"
+    if not terminal:
+        is_read_by_checkpointctl(desk, one)
     if volume == "gone":
         desk.runtime("volume", "rm", vol)
     (desk.place / "bound" / "since").write_text("seen")

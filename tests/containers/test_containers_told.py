@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 from containers.runtimes import Container, cgroup_layouts
-from test_containers_to_disk import Desk, desk_of, gpus_of, may_open, nodes, until
+from test_containers_killed import workers
+from test_containers_to_disk import Desk, begin, desk_of, gpus_of, may_open, nodes, until
 
 from limosa.containers import containerd_record
 from limosa.containers.containerd_api import Api
@@ -115,6 +117,49 @@ def test_a_containerd_that_cannot_be_told_keeps_no_job_from_moving(desk: Desk) -
     moved(1, "its record has a GPU as /dev/sda")
     changed(lambda spec: spec["linux"].pop("devices"))
     moved(0, "its record names other GPUs than it was given")
+
+
+def killed_at_its_end(desk: Desk, one: Container, to: int, *, with_worker: bool) -> None:
+    """A move is killed when the driver has brought its job back, and waits for its last call."""
+    rule = desk.node.switches.add("function=cuCheckpointProcessUnlock delay=1 every=1")
+    limosa = begin(desk, "move", desk.called(one), "--to", to)
+    until(lambda: desk.node.switches.count(rule))
+    for pid in workers(desk.node) if with_worker else []:
+        os.kill(pid, signal.SIGKILL)
+    limosa.kill()
+    limosa.wait(60)
+    desk.node.switches.remove(rule)
+
+
+def test_who_recovers_a_killed_move_tells_the_containerd_that_it_was_to_tell(desk: Desk) -> None:
+    """Its worker, or whoever calls recover, with another address in his environment or with none."""
+    one = desk.job()
+    one.goes_on()
+    without = {name: value for name, value in desk.runtime.environment().items() if name != "CONTAINERD_ADDRESS"}
+    del without["HOME"]
+
+    def recovers(env: dict[str, str]) -> None:
+        until(lambda: "nothing" in desk.limosa("recover", rc=None, env=env).stdout)
+
+    def named() -> list[str]:
+        devices = record_of(desk, one)["Spec"]["linux"]["devices"]
+        return [d["path"] for d in devices if d["path"] in ("/dev/nvidia0", "/dev/nvidia1")]
+
+    killed_at_its_end(desk, one, 1, with_worker=False)
+    recovers(without)
+    is_on(desk, one, 1)
+    assert named() == ["/dev/nvidia1"]
+
+    killed_at_its_end(desk, one, 0, with_worker=True)
+    recovers({**without, "CONTAINERD_ADDRESS": str(desk.place / "nowhere")})
+    is_on(desk, one, 0)
+    assert named() == ["/dev/nvidia0"]
+
+    killed_at_its_end(desk, one, 1, with_worker=True)
+    desk.runtime.sockets.chmod(0o777)  # somebody else may have put another socket there since
+    recovers(without)
+    is_on(desk, one, 1)
+    assert named() == ["/dev/nvidia0"]
 
 
 GPUS = {minor: (f"/dev/nvidia{minor}", os.makedev(195, minor)) for minor in range(3)}

@@ -14,6 +14,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TypeAlias
 
 from limosa import gpu
@@ -122,12 +123,17 @@ def tell(members: Sequence[Member], found: Sequence[Reason], inventory: gpu.Inve
     return [*(r for r in found if r.id != RECORD), *left]
 
 
-def tell_as_found(members: Iterable[Member]) -> None:
-    """Tells runtimes, as :func:`tell` does, for an operation that has died; what cannot be told is let be."""
+def tell_as_found(members: Iterable[Member], configured: Mapping[str, str]) -> None:
+    """Tells runtimes, as :func:`tell` does, for an operation that has died; what cannot be told is let be.
+
+    Args:
+        members: the processes that are there.
+        configured: by which variables the runtimes were configured for it.
+    """
     given = _given(members)
     with contextlib.suppress(OSError, LimosaError):  # the job is where it was to go
         if given:
-            _asked(given, Containers(), containerd_record.tell)
+            _asked(given, Containers(), partial(containerd_record.tell, configured=configured))
 
 
 def tell_returned(root: Identity, members: Sequence[Member], configured: Mapping[str, str] | None = None) -> str:
@@ -146,6 +152,11 @@ def tell_returned(root: Identity, members: Sequence[Member], configured: Mapping
         return containerd_record.tell(box, _wanted(members), known, configured)
     except (OSError, LimosaError) as error:
         return str(error)
+
+
+def are_given(members: Iterable[Member]) -> bool:
+    """Whether containers are given another GPU."""
+    return bool(_given(members))
 
 
 def _given(members: Iterable[Member]) -> list[Member]:

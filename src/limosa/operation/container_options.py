@@ -101,6 +101,15 @@ def as_asked(record: ContainerRecord, options: restore_options.Options) -> Conta
     return msgspec.structs.replace(record, ports=sorted(ports))
 
 
+def claimed(options: restore_options.Options) -> list[str]:
+    """Return what a restore is to claim of ``--publish`` besides the record's ports: its runtime looks at these itself.
+
+    Who has them already it finds, late: another restore that asks for the same is kept out before.
+    """
+    published = [_published(one) for one in options.publish]
+    return [f"port {p.address}:{p.port}/{p.protocol}" for p in published if p.address or p.protocol != "tcp"]
+
+
 class _Published(NamedTuple):
     address: str
     port: int

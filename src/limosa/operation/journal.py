@@ -16,7 +16,7 @@ import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -144,6 +144,9 @@ class Header(msgspec.Struct, kw_only=True):
     image: belief.PathText = ""  # the image folder to be written or restored, or ""
     draft: belief.PathText = ""  # the temporary folder of a checkpoint, or ""
     leave_running: bool = False  # a checkpoint's option
+    # by which of the caller's variables runtimes are configured, where one is told of another GPU: whoever recovers has
+    # others. What they name is looked at anew then.
+    configured: Annotated[dict[belief.Text, belief.PathText], msgspec.Meta(max_length=16)] = {}
     boot: belief.Text = ""  # the kernel's boot id
 
 

@@ -300,7 +300,7 @@ def _going(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Recovered
                 for root in header.roots:
                     SuspendRecord(root=root).forget()
                 communicators.back(alive)
-                container_gpus.tell_as_found(alive)
+                container_gpus.tell_as_found(alive, header.configured)
             return entry_of(dead, did=finished.did, state=finished.state)
     home = partial(driver_steps.bring_back, driver, header.members, dead, header.id, progress)
     if parked:

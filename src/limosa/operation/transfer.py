@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from limosa.containers import calls
 from limosa.gpu import State
 from limosa.operation import container_gpus, idle, room
 from limosa.operation.estimate import device_bytes
@@ -33,6 +34,7 @@ def transfer(work: Work, prepared: Sequence[Prepared]) -> None:
         roots=[p.root for p in prepared],
         tree=[i for p in prepared for i in p.tree],
         gpus=room.needs(members) if verb.comes else {},
+        configured=calls.settings() if container_gpus.are_given(members) else {},
         check=check,
     )
     refuse_stale(work, prepared)

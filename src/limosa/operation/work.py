@@ -216,12 +216,13 @@ class Work(Clock):
         shared: bool = False,
         names: Sequence[str] = (),
         uses: Sequence[str] = (),
+        configured: Mapping[str, str] | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> Journal:
         """Claims the job (Busy), opens the journal, and leaves the worker its will: undo if this process dies.
 
-        ``gpus``: bytes to claim by GPU UUID; ``shared``, ``names``, ``uses``: as a claim has them. ``check`` looks,
-        under the lock of all claims, whether all that is there.
+        ``gpus``: bytes to claim by GPU UUID; ``shared``, ``names``, ``uses``: as a claim has them; ``configured``: as
+        the journal has it. ``check`` looks, under the lock of all claims, whether all that is there.
         """
         self._image = image
         header = Header(
@@ -233,6 +234,7 @@ class Work(Clock):
             controller=Identity.of(os.getpid()),
             image=image,
             leave_running=leave_running,
+            configured=dict(configured or {}),
         )
         claim = Claim(
             id=self.id,

@@ -19,8 +19,7 @@ from limosa.containers.runtime import Contained, Kept
 from limosa.containers.runtimes import runtime_of
 from limosa.errors import FailedUndone, LimosaError, NoWorkingCriu, Reason, Refused, UndoFailed
 from limosa.image import Image
-from limosa.operation import clones, container_gpus, container_plan
-from limosa.operation.container_options import as_asked
+from limosa.operation import clones, container_gpus, container_options, container_plan
 from limosa.operation.journal import Noted, Phase
 from limosa.operation.leftovers import keep_log
 from limosa.operation.restore_options import ImageFacts, Options
@@ -44,7 +43,7 @@ class ContainerReturning(Returning):
     ):
         super().__init__(work, verb, image, facts, options, program, checked)
         assert self.manifest.container is not None
-        self.record = as_asked(self.manifest.container, options)
+        self.record = container_options.as_asked(self.manifest.container, options)
         self.runtime = runtime_of(self.record.runtime)
         self.called = options.name if options.name is not None else self.record.name
         self.bundle = self.runtime.bundle_of(self.record, options.bundle or "")
@@ -56,6 +55,7 @@ class ContainerReturning(Returning):
     def claims(self) -> dict[str, Any]:
         """The image is only read: others may make containers of it at the same time, under other names."""
         names, uses = self.runtime.alone(self.record, self.called, self.bundle)
+        names = [*names, *container_options.claimed(self.options)]
         if clones.ID not in self.options.force:  # two clones that would share it are not made at the same moment
             names = [*names, *clones.claimed(self.record, self.runtime, self.bundle)]
         return {"shared": True, "names": names, "uses": uses}
