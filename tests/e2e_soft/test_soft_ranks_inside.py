@@ -76,10 +76,11 @@ def test_ranks_of_one_process_change_gpus_and_their_sums_stay_right(soft: Callab
     job.end()
 
 
-def test_two_processes_of_two_ranks_change_gpus(soft: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("options", [[], ["--threads"]], ids=["group", "threads"])
+def test_two_processes_of_two_ranks_change_gpus(soft: Callable[..., Any], options: list[str]) -> None:
     """What is between them is closed. The ranks of a process are made again together."""
     node = soft(gpus=4, memory="256MiB")
-    job = Job(node, 4, 2, SMALL)
+    job = Job(node, 4, 2, SMALL, *options)
     for gpus in ([2, 3], [0, 1]):
         node.says(0, "", "move", job.pid, "--map", "0=2,2=0,1=3,3=1")
         assert job.gpus() == gpus

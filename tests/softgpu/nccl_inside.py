@@ -3,7 +3,8 @@
     nccl_inside.py FOLDER RANKS PROCESSES ELEMENTS [--threads]
 
 Each process has as many ranks. One makes its communicators by ncclCommInitAll, several by ncclCommInitRank in a group.
-With --threads each rank has a thread of its own instead, and calls ncclCommInitRank by itself.
+With --threads each rank has a thread of its own instead, calls ncclCommInitRank by itself, and those with odd numbers
+come late to every sum.
 
 FOLDER/steps gets a line for each step whose sums were right. FOLDER/end ends it, and FOLDER/ended is there then. A
 wrong sum ends it with 3.
@@ -26,7 +27,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 import nccl
 
-PAUSE = 0.02
+PAUSE, LATE = 0.02, 0.1
 
 
 def tell(path: Path, text: str) -> None:
@@ -48,7 +49,8 @@ class Rank:
         unique_id = nccl.UniqueId.of(unique)
         nccl.nccl("ncclCommInitRank", ctypes.byref(self.comm), ranks, unique_id, self.number)
 
-    def all_reduce(self) -> None:
+    def all_reduce(self, late: float) -> None:
+        time.sleep(late * (self.number % 2))
         words = self.own, self.sums, self.bytes // 4, nccl.TYPES["u4"], nccl.SUM
         nccl.nccl("ncclAllReduce", *words, self.comm, self.stream)
 
@@ -74,7 +76,7 @@ class Job:
         ]
         for rank in self.ranks:
             rank.put(self.numbers[rank.number])
-        if processes == 1 and not threads:
+        if processes == 1 and not self.threads:
             self.join_all()
         else:
             self.together(lambda rank, unique: rank.join(self.n, unique), self.unique_id())
@@ -109,7 +111,7 @@ class Job:
 
     def step(self) -> bool:
         """One all-reduce; what each rank has next is from what came out of it."""
-        self.together(Rank.all_reduce)
+        self.together(Rank.all_reduce, LATE if self.threads else 0)
         sums = np.sum(self.numbers, axis=0, dtype=np.uint32)
         right = all(rank.has(rank.sums, sums) and rank.has(rank.own, self.numbers[rank.number]) for rank in self.ranks)
         self.numbers = [5 * own + 2 * sums + np.uint32(number) for number, own in enumerate(self.numbers)]
