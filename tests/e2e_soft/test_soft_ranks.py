@@ -110,11 +110,17 @@ def test_communicators_that_are_made_after_others_have_ended_have_handles_of_the
     job.finish()
 
 
-@pytest.mark.parametrize("why", ["nccl-function", "nccl-memory"])
-def test_what_cannot_be_made_again_is_refused_before_anything_is_touched(two: Any, why: str) -> None:
-    job = Ranks(two, "--window" if why == "nccl-function" else "--memory")
+@pytest.mark.parametrize(
+    ("why", "option"),
+    [("nccl-function", "--window"), ("nccl-memory", "--memory"), ("nccl-graph", "--graph")],
+    ids=["function", "memory", "graph"],
+)
+def test_what_cannot_be_made_again_is_refused_before_anything_is_touched(two: Any, why: str, option: str) -> None:
+    two.switches.add("function=ncclBroadcast result=ncclSuccess every=1")  # as if it could be captured
+    job = Ranks(two, option)
     for verb in (["move", *SWAP], ["suspend"], ["checkpoint", "--output", two.place / "image"]):
-        two.says(13, why, verb[0], job.pid, *verb[1:])
+        said = two.says(13, why, verb[0], job.pid, *verb[1:])
+        assert f"process {job.pids[0]} (rank 0 of 2)" in said["error"]["message"]
     assert job.open() == [True, True]
     job.goes_on()
     job.finish()

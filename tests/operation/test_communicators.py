@@ -14,11 +14,11 @@ import pytest
 
 from limosa.errors import CannotBeMoved, TimedOutUndone
 from limosa.operation.communicators import closing
-from limosa.operation.communicators.meeting import Said, counts, whole
+from limosa.operation.communicators.meeting import Limit, Meeting, Said, counts, whole
 from limosa.operation.journal import Member
 from limosa.operation.work import Clock
 from limosa.parking.answers import Comm, CommsLook, Counted, Hello
-from limosa.parking.protocol import CommGate, Stand
+from limosa.parking.protocol import CommGate, Kind, Stand
 from limosa.parking.shim import ShimError
 from limosa.process.identity import Identity
 
@@ -167,6 +167,28 @@ def test_pairs_with_a_rank_that_there_is_not_are_none() -> None:
     look = CommsLook(CommGate.CUT, 0, 1)
     said = Said(look, [of(0)], [Counted(1, 3, 4, 1), Counted(1, 5, 6, 2)])
     assert sorted(counts(said).values()) == [3, 4, 5]  # of it the collectives are 5
+
+
+def test_several_ranks_of_one_process_come_to_what_the_first_of_them_has_begun() -> None:
+    """Each by a thread: one may be ahead of the other, and no other process ahead of that."""
+    look = CommsLook(CommGate.CUT, 0, 1)
+
+    def stand(*collectives: int, sent: int = 0, received: int = 0) -> list[Said]:
+        comms = [Comm((7, 7), i + 1, n, i, 4, i) for i, n in enumerate(collectives)]
+        pairs = [Counted(1, sent, 0, 1), *([Counted(2, 0, received, 0)] if received else [])]
+        return [Said(look, comms[:2], pairs if sent else []), Said(look, comms[2:])]
+
+    meeting = Meeting(0)
+    first, second = meeting.limits(stand(3, 2, 2, 2), 0)
+    assert first == second == [Limit((7, 7), Kind.COLLECTIVE, 0, 3)]
+    assert not meeting.settled(stand(3, 2, 3, 3), 0)
+    assert not any(meeting.limits(stand(3, 3, 3, 3), 0))
+    assert meeting.settled(stand(3, 3, 3, 3), 0)
+    (first, second) = meeting.limits(stand(3, 3, 3, 3, sent=1), 0)
+    assert sorted(first) == [Limit((7, 7), Kind.SEND, 1, 1), Limit((7, 7), Kind.RECEIVE, 0, 1)]
+    assert second == []
+    assert not meeting.settled(stand(3, 3, 3, 3, sent=1), 0)
+    assert meeting.settled(stand(3, 3, 3, 3, sent=1, received=1), 0)
 
 
 def test_who_says_that_he_is_rank_0_of_another_users_is_not_asked_for_its_id(

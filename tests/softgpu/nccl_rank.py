@@ -14,6 +14,7 @@ which it is, the CRC of the numbers, the time. Two runs that nobody disturbed ha
     --threads        a second thread does the same with a communicator of its own; its lines are in FILE.thread
     --nonblocking    communicators are made with blocking=0
     --capture        each step begins with a collective on a stream that is captured, which is refused
+    --graph          a broadcast was captured, where a rule has NCCL in software accept it
     --barrier-every  a barrier at the store: ranks wait on the host
     --skew           each rank is late by up to so much, differently in each step
     --watchdog       a thread asks for asynchronous errors all the time, and ends the rank with 3 when there is one
@@ -199,6 +200,11 @@ class Work:
             nccl.nccl("ncclSoftgpuConfig", self.world, ctypes.byref(nccl.Config()))
         if options.memory:
             nccl.nccl("ncclMemAlloc", ctypes.byref(handle), 3 << 20)
+        if options.graph:
+            captured, broadcast = nccl.stream(), (self.own, self.own, self.count, UINT32, 0, self.world)
+            nccl.cu("cuStreamBeginCapture_v2", ctypes.c_void_p(captured), 2)
+            nccl.nccl("ncclBroadcast", *broadcast, captured)
+            nccl.cu("cuStreamEndCapture", ctypes.c_void_p(captured), ctypes.byref(handle))
 
     def all_reduce(self, to: int, comm: int, begin: int = 0, end: int | None = None) -> None:
         end = self.count if end is None else end
@@ -318,7 +324,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--load", help="a library that is loaded first")
     parser.add_argument("--made-by", default="ncclCommInitRankConfig")
     parser.add_argument("--late", help="a file: all but rank 0 begin once it is there")
-    ways = "p2p groups threads nonblocking capture operators watchdog anew register window memory newer abort named"
+    ways = (
+        "p2p groups threads nonblocking capture operators watchdog anew register window memory graph newer abort named"
+    )
     for name in ways.split():
         parser.add_argument(f"--{name}", action="store_true")
     return parser.parse_args()

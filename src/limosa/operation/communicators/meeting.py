@@ -9,7 +9,7 @@ end is in ``native/shim/DESIGN.md``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -52,18 +52,28 @@ class Limit(NamedTuple):
     most: int
 
 
-def counts(said: Said) -> dict[What, int]:
-    """What a process has begun. Several ranks of one communicator in it: the one that is furthest behind."""
+def counts(said: Said, of_several: Callable[[int, int], int] = min) -> dict[What, int]:
+    """What a process has begun. Several ranks of one communicator in it: the one that is furthest behind, or ahead."""
     found: dict[What, int] = {}
     by_number = {comm.number: comm for comm in said.comms}
+    own = {(comm.id, comm.rank): comm.number for comm in said.comms}
+    told = {(one.number, one.peer) for one in said.counted}
+
+    def add(what: What, count: int) -> None:
+        found[what] = of_several(found.get(what, count), count)
+
     for comm in said.comms:
-        what = What(comm.id)
-        found[what] = min(found.get(what, comm.collectives), comm.collectives)
+        add(What(comm.id), comm.collectives)
     for one in said.counted:
         of = by_number.get(one.number)
-        if of is not None and of.rank >= 0 and one.peer < of.ranks:
-            found[What(of.id, of.rank, one.peer)] = one.sent
-            found[What(of.id, one.peer, of.rank)] = one.received if one.peer != of.rank else one.sent
+        if of is None or of.rank < 0 or one.peer >= of.ranks:
+            continue
+        there, back = What(of.id, of.rank, one.peer), What(of.id, one.peer, of.rank)
+        add(there, one.sent)
+        add(back, one.received if one.peer != of.rank else one.sent)
+        if (of.id, one.peer) in own and (own[of.id, one.peer], of.rank) not in told:  # that one has begun nothing
+            add(there, 0)
+            add(back, 0)
     return found
 
 
@@ -102,11 +112,12 @@ class Meeting:
 
     def limits(self, saids: Sequence[Said], now: float) -> list[list[Limit]]:
         """For each process what it may go on to that it has not been told yet."""
-        seen = [(said.look.inside, counts(said)) for said in saids]
+        begun = [counts(said, max) for said in saids]
+        seen = [(said.look.inside, counts(said), most) for said, most in zip(saids, begun, strict=True)]
         if seen != self._seen:
             self._seen, self._since, self._quiet = seen, now, now
-        for mine in (counts(said) for said in saids):
-            for what, count in mine.items():
+        for most in begun:
+            for what, count in most.items():
                 self._reach(what, count)
         if now - self._since > self._patience:
             self._since, self._patience = now, min(LONGEST_PATIENCE, 2 * self._patience)

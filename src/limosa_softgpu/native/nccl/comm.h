@@ -1,9 +1,10 @@
 /* A communicator in software: what the files of libnccl.so.2 know of each other.
  *
  * Ranks meet in a file of the node's folder, nccl/NAME, which all of them map and whose name goes once all have come
- * (shared.c). Each rank has a piece of device memory that its peers have imported (peers.c): data goes by it, a part at a
- * time. Operations run on their streams, as host functions of the driver (run.c), in the order in which the communicator
- * was given them. Nothing is left of a communicator that was destroyed: no descriptor, no mapping, no thread.
+ * (shared.c). Each rank has a piece of device memory that its peers in other processes have imported (peers.c): data goes
+ * by it, a part at a time. Operations run on their streams, as host functions of the driver (run.c), in the order in which
+ * the communicator was given them. Nothing is left of a communicator that was destroyed: no descriptor, no mapping, no
+ * thread.
  *
  * Locks: comm->mutex guards what several threads change in a communicator, and is held for a look or a change only.
  * comm->launching is held while an operation is put on its stream, which may wait at the driver's gate.
@@ -80,6 +81,8 @@ struct member {
     int32_t pid;
     uint64_t start_time;
     unsigned char uuid[16];
+    uint64_t address; /* of its memory, for the ranks of its own process: told when ready */
+    _Atomic uint32_t uses; /* by these, and by itself: the last one lets it go */
     _Atomic uint64_t arrived; /* parts of collectives that it has written */
     struct header headers[2];
     _Atomic uint64_t split, split_read; /* the split that its colour is of; the last that it has read all colours of */
@@ -121,6 +124,7 @@ struct comm {
     CUdevice device;
     struct shared *shared;
     CUdeviceptr buffers[MOST_RANKS]; /* mapped here: its own, and those of its peers */
+    bool imported[MOST_RANKS]; /* which of them came from other processes */
     char *data[MOST_RANKS]; /* by which data really goes: these, or shared->buffers */
     uint64_t splits, shrinks;
     bool joined; /* shared->members[rank] is ours */

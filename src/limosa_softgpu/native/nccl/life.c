@@ -298,16 +298,22 @@ static void await_work(struct comm *comm)
     }
 }
 
-/* Whether all ranks of other processes have finished, or have died. Those of this one may be this very thread's. */
+/* Whether all ranks of other processes have finished, or have died. The last one of a process waits for them, as with
+ * NCCL: one thread may end the ranks of its process one after the other. */
 static bool others_left(struct comm *comm, uint64_t unused)
 {
+    bool all = true;
+
     (void)unused;
     for (int rank = 0; rank < comm->n; rank++) {
         const struct member *member = &comm->shared->members[rank];
-        if (!atomic_load(&member->left) && member->pid != getpid() && member_lives(member))
-            return false;
+        if (atomic_load(&member->left))
+            continue;
+        if (member->pid == getpid())
+            return true;
+        all = all && !member_lives(member);
     }
-    return true;
+    return all;
 }
 
 static void tell_left(struct comm *comm)

@@ -1,5 +1,5 @@
-/* Each rank's piece of device memory, and its peers' in every process: exported as a descriptor, sent by a socket of the
- * node's folder, imported and mapped until the communicator ends.
+/* Each rank's piece of device memory, and its peers'. Between processes it is exported as a descriptor, sent by a socket of
+ * the node's folder, imported and mapped until the communicator ends. Ranks of one process use it as it is, as with NCCL.
  *
  * Where a rank cannot import (a GPU that it does not see, NCCL_P2P_DISABLE=1), all of them use host memory instead, as NCCL
  * does: pages of the shared file.
@@ -23,6 +23,14 @@
 static bool joined(struct comm *comm, uint64_t ranks)
 {
     return atomic_load(&comm->shared->joined) >= ranks;
+}
+
+/* Whether a rank is in this process. */
+static bool here(const struct comm *comm, int rank)
+{
+    const struct member *one = &comm->shared->members[rank], *own = &comm->shared->members[comm->rank];
+
+    return one->pid == own->pid && one->start_time == own->start_time;
 }
 
 static bool at_step(struct comm *comm, uint64_t step)
@@ -131,6 +139,7 @@ static bool import(struct comm *comm, int rank, int fd)
     if (!done)
         return false;
     done = driver_map(handle, comm->device, BUFFER_BYTES, &comm->buffers[rank]) == ncclSuccess;
+    comm->imported[rank] = done;
     cuda.cuMemRelease(handle);
     return done;
 }
@@ -139,12 +148,18 @@ static bool import(struct comm *comm, int rank, int fd)
 static bool exchange(struct comm *comm, int on, int own)
 {
     bool sent[MOST_RANKS] = {0}, imported = true;
-    int to_send = comm->n - 1, to_come = comm->n - 1;
+    int to_send = 0, to_come;
+
+    for (int rank = 0; rank < comm->n; rank++) {
+        sent[rank] = here(comm, rank);
+        to_send += !sent[rank];
+    }
+    to_come = to_send;
 
     while (to_send + to_come > 0 && !comm->aborted && atomic_load(&comm->shared->error) == ncclSuccess) {
         bool moved = false;
         for (int rank = 0; rank < comm->n && to_send > 0; rank++)
-            if (rank != comm->rank && !sent[rank] && send_to(comm, on, rank, own)) {
+            if (!sent[rank] && send_to(comm, on, rank, own)) {
                 sent[rank] = moved = true;
                 to_send--;
             }
@@ -165,34 +180,80 @@ static bool exchange(struct comm *comm, int on, int own)
 
 /* ------------------------------------------------------------------------------------------------- connecting --- */
 
-/* Export, listen, wait until all do, exchange, if all want to. */
+/* False: it has gone already, because its rank has failed. */
+static bool use(struct member *member)
+{
+    uint32_t uses = atomic_load(&member->uses);
+
+    while (uses > 0)
+        if (atomic_compare_exchange_weak(&member->uses, &uses, uses + 1))
+            return true;
+    return false;
+}
+
+/* The memory of the other ranks of this process. */
+static bool borrow(struct comm *comm)
+{
+    bool all = true;
+
+    for (int rank = 0; rank < comm->n; rank++) {
+        struct member *member = &comm->shared->members[rank];
+        if (rank == comm->rank || !here(comm, rank))
+            continue;
+        if (use(member))
+            comm->buffers[rank] = member->address;
+        else
+            all = false;
+    }
+    return all;
+}
+
+/* Export and listen, if anybody is elsewhere; wait until all are ready; exchange, if all want to. */
 static ncclResult_t share(struct comm *comm, CUmemGenericAllocationHandle handle)
 {
     struct member *own_member = &comm->shared->members[comm->rank];
     const char *off = getenv("NCCL_P2P_DISABLE");
-    bool exports = true;
-    int own = -1;
-    ncclResult_t result = CUDA_TRY(cuMemExportToShareableHandle, &own, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
-                                   0);
-    int on = result == ncclSuccess ? listen_for(comm) : -1;
+    bool exports = true, alone = true;
+    int own = -1, on = -1;
+    ncclResult_t result = ncclSuccess;
 
-    if (on >= 0) {
+    for (int rank = 0; rank < comm->n; rank++)
+        alone = alone && here(comm, rank);
+    if (!alone) {
+        result = CUDA_TRY(cuMemExportToShareableHandle, &own, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
+        on = result == ncclSuccess ? listen_for(comm) : -1;
+        if (result == ncclSuccess && on < 0)
+            result = ncclSystemError;
+    }
+    if (result == ncclSuccess) {
         atomic_store(&own_member->exports, !(off && atoi(off)));
         result = all_at(comm, STEP_READY);
         for (int rank = 0; rank < comm->n; rank++)
             exports = exports && atomic_load(&comm->shared->members[rank].exports);
-        if (result == ncclSuccess && exports)
-            atomic_store(&own_member->imports, exchange(comm, on, own));
+    }
+    if (result == ncclSuccess && exports) {
+        bool borrowed = borrow(comm), exchanged = alone || exchange(comm, on, own);
+        atomic_store(&own_member->imports, borrowed && exchanged);
+    }
+    if (on >= 0) {
         struct sockaddr_un address;
         address_of(comm, comm->rank, &address);
         unlink(address.sun_path);
         close(on);
-    } else if (result == ncclSuccess) {
-        result = ncclSystemError;
     }
     if (own >= 0)
         close(own);
     return result;
+}
+
+static void let_go(struct comm *comm, int rank)
+{
+    CUdeviceptr address = comm->buffers[rank];
+
+    if (address && (comm->imported[rank] || atomic_fetch_sub(&comm->shared->members[rank].uses, 1) == 1))
+        driver_unmap(address, BUFFER_BYTES);
+    comm->buffers[rank] = 0;
+    comm->imported[rank] = false;
 }
 
 /* Where data lies: all by the driver or, if anybody cannot, all by the host. */
@@ -203,10 +264,8 @@ static void choose(struct comm *comm)
     for (int rank = 0; rank < comm->n; rank++)
         by_host = by_host || !atomic_load(&comm->shared->members[rank].imports);
     for (int rank = 0; rank < comm->n; rank++) {
-        if (by_host && rank != comm->rank && comm->buffers[rank]) {
-            driver_unmap(comm->buffers[rank], BUFFER_BYTES);
-            comm->buffers[rank] = 0;
-        }
+        if (by_host && rank != comm->rank)
+            let_go(comm, rank);
         comm->data[rank] = by_host ? comm->shared->buffers[rank] : (char *)(uintptr_t)comm->buffers[rank];
     }
 }
@@ -214,6 +273,7 @@ static void choose(struct comm *comm)
 ncclResult_t peers_connect(struct comm *comm)
 {
     CUmemGenericAllocationHandle handle = 0;
+    struct member *own = &comm->shared->members[comm->rank];
 
     if (!shared_await(comm, joined, (uint64_t)comm->n))
         return comm->aborted ? ncclInternalError : (ncclResult_t)comm->async;
@@ -221,6 +281,8 @@ ncclResult_t peers_connect(struct comm *comm)
         return ncclInvalidUsage;
     ncclResult_t result = driver_memory(comm->device, BUFFER_BYTES, &comm->buffers[comm->rank], &handle);
     if (result == ncclSuccess) {
+        own->address = comm->buffers[comm->rank];
+        atomic_store(&own->uses, 1);
         result = share(comm, handle);
         cuda.cuMemRelease(handle); /* the mapping holds it */
     }
@@ -236,9 +298,7 @@ ncclResult_t peers_connect(struct comm *comm)
 void peers_let_go(struct comm *comm)
 {
     for (int rank = 0; rank < comm->n; rank++) {
-        if (comm->buffers[rank])
-            driver_unmap(comm->buffers[rank], BUFFER_BYTES);
-        comm->buffers[rank] = 0;
+        let_go(comm, rank);
         comm->data[rank] = NULL;
     }
 }

@@ -1,4 +1,4 @@
-/* Where the ranks of a communicator meet: a file of the node's folder, mapped by each.
+/* Where the ranks of a communicator meet: a file of the node's folder, mapped by each of their processes.
  *
  * Its name is made from the unique id. It is there from the first rank's coming until all are connected; a file whose
  * ranks were killed before that is held (flock) by nobody, and the next ncclGetUniqueId takes it away.
@@ -11,12 +11,14 @@
 #include <fcntl.h>
 #include <limits.h>
 #include <linux/futex.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
 #include <sys/mman.h>
@@ -66,6 +68,64 @@ static int open_held(const char *path)
     }
 }
 
+/* Ranks of one process use one mapping of a file. So the sanitizers see what orders their threads. */
+struct mapping {
+    struct mapping *next;
+    struct shared *shared;
+    char name[NAME_ROOM];
+    ino_t inode; /* one name can be that of several files, one after the other */
+    int uses;
+};
+static pthread_mutex_t mappings_mutex = PTHREAD_MUTEX_INITIALIZER;
+static struct mapping *mappings;
+
+/* A child has none of them. */
+static void forked(void)
+{
+    pthread_mutex_init(&mappings_mutex, NULL);
+    mappings = NULL;
+}
+
+__attribute__((constructor)) static void watch_forks(void)
+{
+    pthread_atfork(NULL, NULL, forked);
+}
+
+static struct mapping *map_new(const char *name, int fd, ino_t inode)
+{
+    struct mapping *made = malloc(sizeof(*made));
+    struct shared *shared = made ? mmap(NULL, sizeof(*shared), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0) : MAP_FAILED;
+
+    if (shared == MAP_FAILED) {
+        free(made);
+        return NULL;
+    }
+    madvise(shared, sizeof(*shared), MADV_DONTFORK);
+    *made = (struct mapping){.next = mappings, .shared = shared, .inode = inode};
+    strcpy(made->name, name);
+    mappings = made;
+    return made;
+}
+
+/* The mapping of an open file, which goes on holding it. */
+static struct shared *map_open(const char *name, int fd)
+{
+    struct stat opened;
+
+    if (fstat(fd, &opened) != 0)
+        return NULL;
+    pthread_mutex_lock(&mappings_mutex);
+    struct mapping *found = mappings;
+    while (found && (found->inode != opened.st_ino || strcmp(found->name, name) != 0))
+        found = found->next;
+    if (!found)
+        found = map_new(name, fd, opened.st_ino);
+    if (found)
+        found->uses++;
+    pthread_mutex_unlock(&mappings_mutex);
+    return found ? found->shared : NULL;
+}
+
 static struct shared *map(const char *name)
 {
     char path[PATH_ROOM];
@@ -76,12 +136,24 @@ static struct shared *map(const char *name)
         say("%s: %s", path, strerror(errno));
         return NULL;
     }
-    struct shared *shared = mmap(NULL, sizeof(*shared), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    close(fd); /* the mapping goes on holding it */
-    if (shared == MAP_FAILED)
-        return NULL;
-    madvise(shared, sizeof(*shared), MADV_DONTFORK);
+    struct shared *shared = map_open(name, fd);
+    close(fd);
     return shared;
+}
+
+static void unmap(struct shared *shared)
+{
+    pthread_mutex_lock(&mappings_mutex);
+    struct mapping **at = &mappings, *last = NULL;
+    while (*at && (*at)->shared != shared)
+        at = &(*at)->next;
+    if (*at && --(*at)->uses == 0) {
+        last = *at;
+        *at = last->next;
+        munmap(shared, sizeof(*shared));
+    }
+    pthread_mutex_unlock(&mappings_mutex);
+    free(last);
 }
 
 bool shared_join(struct comm *comm, ncclResult_t *result)
@@ -123,7 +195,7 @@ bool shared_join(struct comm *comm, ncclResult_t *result)
 void shared_leave(struct comm *comm)
 {
     if (comm->shared)
-        munmap(comm->shared, sizeof(*comm->shared));
+        unmap(comm->shared);
     comm->shared = NULL;
 }
 
