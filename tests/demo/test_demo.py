@@ -253,7 +253,7 @@ def test_the_pause_is_the_longest_gap_in_the_trainings_own_stamps(tmp_path):
         os.kill(job.root.pid, signal.SIGCONT)
         stopped = time.monotonic() - before
         job.wait_for(len(job.lines()) + 3, lambda _: None)
-        assert 0.45 < job.longest_gap(before) < stopped + 0.1
+        assert 0.45 < job.longest_gap(before) < stopped + 2
 
 
 def test_ctrl_c_ends_the_demo_and_leaves_nothing(limosa, tmp_path):
