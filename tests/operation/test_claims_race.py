@@ -228,4 +228,4 @@ def test_thousands_of_claims_of_one_user_cost_the_others_moments(adas: Identity)
     begun = time.process_time()  # what it has to do, whoever else has the machine
     claims.make(claim_on(adas)).release()
     assert claims.reserved("G") == 0
-    assert time.process_time() - begun < 1.5
+    assert time.process_time() - begun < 2.5

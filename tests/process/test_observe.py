@@ -387,7 +387,7 @@ def test_a_big_tree_on_a_busy_machine_is_read_quickly(job):
             taken.append(time.process_time() - begin)
         assert len(obs.processes) == 8
         assert sum(process.n_maps for process in obs.processes) > 4000
-        assert min(taken) < 0.4, taken  # 0.08 s of one core; the rest is for machines that do other things too
+        assert min(taken) < 0.8, taken  # 0.08 s of one core; the rest is for machines that do other things too
     finally:
         for other in others:
             other.kill()
