@@ -27,7 +27,7 @@ def test_bash_accepts_the_script(cli):
     script = cli("--show-completion", "bash").stdout
     bash = shutil.which("bash")
     assert bash is not None
-    subprocess.run([bash, "-n"], input=script, text=True, check=True, timeout=10)
+    subprocess.run([bash, "-n"], input=script, text=True, check=True, timeout=60)
 
 
 def completed(cli, shell, line):

@@ -142,11 +142,16 @@ def test_import_limosa_loads_none_of_it(environment):
 
 
 def test_help_is_there_within_120_ms(environment):
-    # Processor time, the least of some runs: what it costs, not how busy the machine is.
-    times = []
-    for _ in range(5):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-m", "limosa", "--help"], env=environment, capture_output=True, check=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(times) < 0.12
+    # Processor time, the least of some runs: what it costs, not how busy the machine is. Where neighbours make the
+    # processor itself slow, Python takes longer as well.
+    def least(*arguments):
+        times = []
+        for _ in range(5):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, check=True)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        return min(times)
+
+    help_, bare = least("-m", "limosa", "--help"), least("-c", "pass")
+    assert help_ < max(0.12, 7 * bare), (help_, bare)

@@ -32,7 +32,7 @@ def test_troff_finds_nothing_to_complain_of(tmp_path):
     for name, text in PAGES.items() if groff else ():
         (tmp_path / name).write_text(text)
         ran = subprocess.run(
-            [groff, "-man", "-Tutf8", "-ww", name], cwd=tmp_path, capture_output=True, text=True, timeout=20, check=True
+            [groff, "-man", "-Tutf8", "-ww", name], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
         )
         assert not ran.stderr, ran.stderr
         assert "LIMOSA" in ran.stdout

@@ -128,7 +128,7 @@ def test_a_locked_controller_cannot_be_blocked_by_its_own_lock(
     job = job_in("running")
     caller = start().start_up()
     assert controller.lock(caller.pid) == "SUCCESS"
-    assert caller.says("cuCheckpointProcessGetState", job.pid, limit=5) == "SUCCESS"
+    assert caller.says("cuCheckpointProcessGetState", job.pid, limit=60) == "SUCCESS"
 
 
 def test_a_checkpointed_process_may_control_another(
@@ -137,4 +137,4 @@ def test_a_checkpointed_process_may_control_another(
     job = job_in("running")
     caller = start().start_up()
     controller.suspend(caller.pid)
-    assert caller.says("cuCheckpointProcessGetState", job.pid, limit=5) == "SUCCESS"
+    assert caller.says("cuCheckpointProcessGetState", job.pid, limit=60) == "SUCCESS"

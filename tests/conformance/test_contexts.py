@@ -289,5 +289,5 @@ def test_a_child_forked_by_a_locked_job(call: str, job: Job, controller: Any) ->
     assert controller.lock(job.pid) == "SUCCESS"
     child = job.run("fork", [])["pid"]
     args = lock_args(200) if call == "Lock" else None
-    assert controller.asked(call, child, args, limit=5).result == "NOT_INITIALIZED"
+    assert controller.asked(call, child, args, limit=60).result == "NOT_INITIALIZED"
     assert controller.unlock(job.pid) == "SUCCESS"

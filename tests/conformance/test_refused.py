@@ -291,10 +291,10 @@ def test_a_job_that_waits_in_a_synchronise_when_it_is_locked(job: Job, controlle
     locking = controller.begin("Lock", job.pid, lock_args(0))
     assert locking.result(0.5) == "BLOCKED"
     job.raise_flag(flag)
-    assert locking.result(10) == "SUCCESS"
+    assert locking.result(60) == "SUCCESS"
     assert controller.checkpoint(job.pid) == "SUCCESS"
     controller.resume(job.pid, controller.swap)
-    assert waiting.result(5) == "SUCCESS"
+    assert waiting.result(60) == "SUCCESS"
 
 
 @pytest.mark.parametrize("given", ["none", "identity"])

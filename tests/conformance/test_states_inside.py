@@ -117,7 +117,7 @@ def test_lock_and_unlock_many_times(controller: Controller, job_in: JobIn) -> No
 def test_the_restore_thread_of_a_stopped_process_is_told(controller: Controller, start: Callable[..., Job]) -> None:
     job = start().init()
     job.stop()
-    assert controller.thread_id(job.pid, limit=2).value in job.threads()
+    assert controller.thread_id(job.pid, limit=60).value in job.threads()
 
 
 @pytest.mark.parametrize("call", [call for call in CALLS if call != "thread-id"])

@@ -66,7 +66,7 @@ def test_a_synchronise_waits_for_the_work(call: str, job: Job) -> None:
     waiting = job.start(call, *args)
     assert waiting.result(0.4) == "BLOCKED"
     job.raise_flag(flag)
-    assert waiting.result(5) == "SUCCESS"
+    assert waiting.result(60) == "SUCCESS"
 
 
 def test_streams_do_not_wait_for_each_other(job: Job) -> None:
@@ -74,7 +74,7 @@ def test_streams_do_not_wait_for_each_other(job: Job) -> None:
     memory = job.do("cuMemAlloc", 4096)
     flag = job.spin(first)
     job.fill(memory, 8, 5, stream=second)
-    assert job.says("cuStreamSynchronize", second, limit=5) == "SUCCESS"
+    assert job.says("cuStreamSynchronize", second, limit=60) == "SUCCESS"
     job.raise_flag(flag)
 
 
@@ -84,11 +84,11 @@ def test_the_legacy_stream_waits_for_blocking_streams(flags: int, waits: bool, j
     memory = job.do("cuMemAlloc", 4096)
     flag = job.spin(stream)
     waiting = job.start("cuMemsetD8Async", memory, 1, 4096, 0)
-    assert waiting.result(2) == "SUCCESS"
+    assert waiting.result(60) == "SUCCESS"
     done = job.start("cuStreamSynchronize", 0)
-    assert done.result(0.5) == ("BLOCKED" if waits else "SUCCESS")
+    assert done.result(0.5 if waits else 60) == ("BLOCKED" if waits else "SUCCESS")
     job.raise_flag(flag)
-    assert done.result(5) == "SUCCESS"
+    assert done.result(60) == "SUCCESS"
 
 
 def test_work_in_a_stream_is_done_in_order(work: Job, memory: int) -> None:
@@ -105,7 +105,7 @@ def test_destroy_of_a_busy_stream_lets_its_work_end(job: Job) -> None:
     memory = job.do("cuMemAlloc", 4096)
     flag = job.spin(stream)
     job.fill(memory, 8, 6, stream=stream)
-    assert job.says("cuStreamDestroy", stream, limit=5) == "SUCCESS"
+    assert job.says("cuStreamDestroy", stream, limit=60) == "SUCCESS"
     job.raise_flag(flag)
     job.do("cuCtxSynchronize")
     assert job.words(memory) == (6,)
@@ -179,7 +179,7 @@ def test_elapsed_time_is_about_what_passed(job: Job) -> None:
     job.raise_flag(flag)
     job.do("cuEventRecord", second, stream)
     job.do("cuEventSynchronize", second)
-    assert 150 < job.do("cuEventElapsedTime", first, second) < 2000
+    assert 150 < job.do("cuEventElapsedTime", first, second) < 20000
 
 
 @pytest.mark.parametrize("kind", ["never-recorded", "without-timing", "not-done"])
@@ -226,7 +226,7 @@ def test_a_host_function_holds_up_what_is_behind_it(job: Job) -> None:
     job.fill(memory, 8, 1, stream=stream)
     assert job.says("cuStreamQuery", stream) == "NOT_READY"
     job.run("release", "hold")
-    assert job.says("cuStreamSynchronize", stream, limit=5) == "SUCCESS"
+    assert job.says("cuStreamSynchronize", stream, limit=60) == "SUCCESS"
 
 
 @pytest.mark.parametrize("call", ["cuCtxSynchronize", "cuMemFree_v2", "cuStreamQuery"])

@@ -32,7 +32,7 @@ class Busy:
         if kind == "callback":
             address = job.run("callback", "busy", "host", True, None)
             job.do("cuLaunchHostFunc", self.stream, address, 0)
-            end = time.monotonic() + 5
+            end = time.monotonic() + 60
             while not job.run("callback_state", "busy", thread="memory")["entered"] and time.monotonic() < end:
                 time.sleep(0.01)
         else:
@@ -57,7 +57,7 @@ KINDS = ["kernel", "synchronise", "callback"]
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_lock_with_a_limit_gives_up(kind: str, job: Job, controller: Controller) -> None:
     busy = Busy(job, kind)
-    assert controller.lock(job.pid, 300, limit=10) == "NOT_READY"
+    assert controller.lock(job.pid, 300, limit=60) == "NOT_READY"
     assert controller.state(job.pid) == "RUNNING"
     busy.end()
 
@@ -65,8 +65,8 @@ def test_a_lock_with_a_limit_gives_up(kind: str, job: Job, controller: Controlle
 @pytest.mark.parametrize("kind", KINDS)
 def test_after_a_lock_that_gave_up_the_job_goes_on(kind: str, job: Job, controller: Controller) -> None:
     busy = Busy(job, kind)
-    assert controller.lock(job.pid, 100, limit=10) == "NOT_READY"
-    assert job.says("cuMemAlloc", 4096, limit=5) == "SUCCESS"
+    assert controller.lock(job.pid, 100, limit=60) == "NOT_READY"
+    assert job.says("cuMemAlloc", 4096, limit=60) == "SUCCESS"
     busy.end()
     assert job.says("cuCtxSynchronize") == "SUCCESS"
     assert controller.lock(job.pid) == "SUCCESS"
@@ -84,22 +84,29 @@ def test_a_lock_waits_and_succeeds_when_the_work_ends(
         job.raise_flag(busy.flag)  # a synchronise may itself come back only after the unlock
     else:
         busy.end()
-    assert locking.result(10) == "SUCCESS"
+    assert locking.result(60) == "SUCCESS"
     assert controller.state(job.pid) == "LOCKED"
 
 
 @pytest.mark.parametrize("timeout_ms", [100, 500, 1500])
 def test_how_exact_the_limit_is(timeout_ms: int, job: Job, controller: Controller) -> None:
-    busy = Busy(job, "kernel")
-    answer = controller.asked("Lock", job.pid, lock_args(timeout_ms), limit=15)
-    busy.end()
-    assert answer.result == "NOT_READY"
-    assert timeout_ms / 1000 - 0.02 <= answer.seconds <= timeout_ms / 1000 + 0.4
+    took = []
+    while len(took) < 5 and min(took, default=60) > timeout_ms / 1000 + 0.4:  # who is held up only takes longer
+        busy = Busy(job, "kernel")
+        answer = controller.asked("Lock", job.pid, lock_args(timeout_ms), limit=60)
+        busy.end()
+        assert answer.result == "NOT_READY"
+        took.append(answer.seconds)
+    assert timeout_ms / 1000 - 0.02 <= min(took) <= timeout_ms / 1000 + 0.4, took
 
 
 def test_a_lock_of_an_idle_job_takes_milliseconds(controller: Controller, job_in: JobIn) -> None:
     job = job_in("running")
-    assert controller.asked("Lock", job.pid, lock_args(0)).seconds < 0.2
+    took = []
+    while len(took) < 5 and min(took, default=60) >= 0.2:  # who is held up only takes longer
+        took.append(controller.asked("Lock", job.pid, lock_args(0)).seconds)
+        assert controller.unlock(job.pid) == "SUCCESS"
+    assert min(took) < 0.2, took
 
 
 @pytest.mark.parametrize("call", ["cuMemAlloc", "cuStreamQuery", "cuMemcpyHtoD", "cuStreamCreate"])
@@ -112,11 +119,12 @@ def test_other_threads_while_a_lock_waits(call: str, job: Job, controller: Contr
     time.sleep(0.3)
     args = {"cuMemAlloc": [4096], "cuStreamQuery": [other], "cuMemcpyHtoD": [memory, job.scratch, 64]}.get(call, [1])
     calling = job.start(call, *args)
-    assert calling.result(0.5) == ("SUCCESS" if call == "cuStreamQuery" else "BLOCKED")
+    answers = call == "cuStreamQuery"
+    assert calling.result(60 if answers else 0.5) == ("SUCCESS" if answers else "BLOCKED")
     busy.end()
-    assert locking.result(10) == "SUCCESS"
+    assert locking.result(60) == "SUCCESS"
     assert controller.unlock(job.pid) == "SUCCESS"
-    assert calling.result(10) == "SUCCESS"
+    assert calling.result(60) == "SUCCESS"
 
 
 def test_a_state_query_while_a_lock_waits(job: Job, controller: Controller) -> None:
@@ -126,17 +134,17 @@ def test_a_state_query_while_a_lock_waits(job: Job, controller: Controller) -> N
     asking = controller.begin("GetState", job.pid)
     assert asking.result(0.7) == "BLOCKED"
     busy.end()
-    assert locking.result(10) == "SUCCESS"
-    assert asking.result(5) == "SUCCESS"
+    assert locking.result(60) == "SUCCESS"
+    assert asking.result(60) == "SUCCESS"
 
 
 def test_the_restore_thread_is_told_while_a_lock_waits(job: Job, controller: Controller) -> None:
     busy = Busy(job, "kernel")
     locking = controller.begin("Lock", job.pid, lock_args(0))
     time.sleep(0.3)
-    assert controller.thread_id(job.pid, limit=2).result == "SUCCESS"
+    assert controller.thread_id(job.pid, limit=60).result == "SUCCESS"
     busy.end()
-    assert locking.result(10) == "SUCCESS"
+    assert locking.result(60) == "SUCCESS"
 
 
 @pytest.mark.parametrize("call", ["Checkpoint", "Unlock"])
@@ -147,8 +155,8 @@ def test_another_step_while_a_lock_waits(call: str, job: Job, controller: Contro
     stepping = controller.begin(call, job.pid, None)
     assert stepping.result(0.7) == "BLOCKED"
     busy.end()
-    assert locking.result(10) == "SUCCESS"
-    assert stepping.result(10) == "SUCCESS"
+    assert locking.result(60) == "SUCCESS"
+    assert stepping.result(60) == "SUCCESS"
 
 
 def test_a_second_lock_while_a_lock_waits(job: Job, controller: Controller, another_controller: Another) -> None:
@@ -159,7 +167,7 @@ def test_a_second_lock_while_a_lock_waits(job: Job, controller: Controller, anot
     second = other.begin("Lock", job.pid, lock_args(0))
     assert second.result(0.7) == "BLOCKED"
     busy.end()
-    assert sorted((locking.result(10), second.result(10))) == ["ILLEGAL_STATE", "SUCCESS"]
+    assert sorted((locking.result(60), second.result(60))) == ["ILLEGAL_STATE", "SUCCESS"]
 
 
 def test_the_kernel_that_runs_at_the_lock_ends_before_it(job: Job, controller: Controller) -> None:
@@ -171,7 +179,7 @@ def test_the_kernel_that_runs_at_the_lock_ends_before_it(job: Job, controller: C
     locking = controller.begin("Lock", job.pid, lock_args(0))
     time.sleep(0.2)
     job.raise_flag(flag)
-    assert locking.result(10) == "SUCCESS"
+    assert locking.result(60) == "SUCCESS"
     assert controller.checkpoint(job.pid) == "SUCCESS"
     controller.resume(job.pid)
     assert job.words(memory, 2) == (42, 42)
@@ -180,7 +188,10 @@ def test_the_kernel_that_runs_at_the_lock_ends_before_it(job: Job, controller: C
 # --- calls in flight --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
+TRIES = 5
+"""On a busy machine a step may be over before anybody has looked."""
+
+
 def big(start: Callable[..., Job]) -> Job:
     job = start().start_up()
     job.memory = job.do("cuMemAlloc", BIG)
@@ -192,41 +203,52 @@ def big(start: Callable[..., Job]) -> Job:
 @pytest.mark.parametrize("step", ["checkpoint", "restore"])
 @pytest.mark.parametrize("asks", ["same-controller", "another-controller"])
 def test_a_state_query_waits_for_a_step_in_flight(
-    step: str, asks: str, big: Job, controller: Controller, another_controller: Another
+    step: str, asks: str, start: Callable[..., Job], controller: Controller, another_controller: Another
 ) -> None:
+    job = big(start)
     asking = controller if asks == "same-controller" else another_controller()
-    assert asking.state(big.pid) == "RUNNING"
-    assert controller.lock(big.pid) == "SUCCESS"
-    if step == "restore":
-        assert controller.checkpoint(big.pid) == "SUCCESS"
-    pending = controller.begin(step.title(), big.pid, None)
-    time.sleep(0.02)
-    in_flight = not pending.done()
-    state = asking.state(big.pid)
-    assert in_flight, f"the {step} was over before it could be asked about"
-    assert state == {"checkpoint": "CHECKPOINTED", "restore": "LOCKED"}[step]
-    assert pending.result(10) == "SUCCESS"
+    assert asking.state(job.pid) == "RUNNING"
+    for _ in range(TRIES):
+        assert controller.lock(job.pid) == "SUCCESS"
+        if step == "restore":
+            assert controller.checkpoint(job.pid) == "SUCCESS"
+        pending = controller.begin(step.title(), job.pid, None)
+        time.sleep(0.02)
+        in_flight = not pending.done()
+        state = asking.state(job.pid)
+        assert state == {"checkpoint": "CHECKPOINTED", "restore": "LOCKED"}[step]
+        assert pending.result(60) == "SUCCESS"
+        if in_flight:
+            return
+        if step == "checkpoint":
+            assert controller.restore(job.pid) == "SUCCESS"
+        assert controller.unlock(job.pid) == "SUCCESS"
+    raise AssertionError(f"the {step} was over before it could be asked about")
 
 
 @pytest.mark.parametrize("step", ["checkpoint", "restore"])
 def test_a_controller_that_dies_in_the_middle_does_not_stop_the_driver(
-    step: str, big: Job, controller: Controller, another_controller: Another
+    step: str, start: Callable[..., Job], controller: Controller, another_controller: Another
 ) -> None:
-    dying = another_controller()
-    assert dying.lock(big.pid) == "SUCCESS"
-    if step == "restore":
-        assert dying.checkpoint(big.pid) == "SUCCESS"
-    pending = dying.begin(step.title(), big.pid, None)
-    time.sleep(0.02)
-    in_flight = not pending.done()
-    dying.kill()
-    assert in_flight, f"the {step} was over before its controller could be killed"
-    follows = {"checkpoint": "CHECKPOINTED", "restore": "LOCKED"}[step]
-    assert controller.wait_state(big.pid, follows, 15) == follows
-    if step == "checkpoint":
-        assert controller.restore(big.pid) == "SUCCESS"
-    assert controller.unlock(big.pid) == "SUCCESS"
-    assert big.read(big.memory + BIG - 64, 64) == b"\x5a" * 64
+    job = big(start)
+    for _ in range(TRIES):
+        dying = another_controller()
+        assert dying.lock(job.pid) == "SUCCESS"
+        if step == "restore":
+            assert dying.checkpoint(job.pid) == "SUCCESS"
+        pending = dying.begin(step.title(), job.pid, None)
+        time.sleep(0.02)
+        in_flight = not pending.done()
+        dying.kill()
+        follows = {"checkpoint": "CHECKPOINTED", "restore": "LOCKED"}[step]
+        assert controller.wait_state(job.pid, follows, 60) == follows
+        if step == "checkpoint":
+            assert controller.restore(job.pid) == "SUCCESS"
+        assert controller.unlock(job.pid) == "SUCCESS"
+        assert job.read(job.memory + BIG - 64, 64) == b"\x5a" * 64
+        if in_flight:
+            return
+    raise AssertionError(f"the {step} was over before its controller could be killed")
 
 
 def test_a_controller_that_dies_while_its_lock_waits(
@@ -262,7 +284,7 @@ def test_two_controllers_make_the_same_step_at_once(
     other = another_controller()
     args = lock_args(0) if step == "Lock" else None
     both = [one.begin(step, job.pid, args) for one in (controller, other)]
-    assert sorted(one.result(15) for one in both) == ["ILLEGAL_STATE", "SUCCESS"]
+    assert sorted(one.result(60) for one in both) == ["ILLEGAL_STATE", "SUCCESS"]
 
 
 def test_two_jobs_are_checkpointed_and_restored_at_once(controller: Controller, job_in: JobIn) -> None:
@@ -295,16 +317,21 @@ def test_a_job_that_is_killed_while_a_lock_waits_ends_the_lock(
     locking = controller.begin("Lock", job.pid, lock_args(0))
     time.sleep(0.3)
     job.kill()
-    assert locking.result(5) == "OPERATING_SYSTEM"
+    assert locking.result(60) == "OPERATING_SYSTEM"
 
 
 def test_a_job_that_is_killed_while_it_is_checkpointed_by_a_call_ends_the_call(
-    big: Job, controller: Controller
+    start: Callable[..., Job], controller: Controller
 ) -> None:
-    assert controller.lock(big.pid) == "SUCCESS"
-    pending = controller.begin("Checkpoint", big.pid, None)
-    time.sleep(0.02)
-    in_flight = not pending.done()
-    big.kill()
-    assert in_flight, "the checkpoint was over before the job could be killed"
-    assert pending.result(10) == "OPERATING_SYSTEM"
+    for _ in range(TRIES):
+        job = big(start)
+        assert controller.lock(job.pid) == "SUCCESS"
+        pending = controller.begin("Checkpoint", job.pid, None)
+        time.sleep(0.02)
+        in_flight = not pending.done()
+        job.kill()
+        if in_flight:
+            assert pending.result(60) == "OPERATING_SYSTEM"
+            return
+        pending.result(60)
+    raise AssertionError("the checkpoint was over before the job could be killed")

@@ -46,7 +46,7 @@ def test_the_trial_passes_and_leaves_nothing(criu, tmp_path, monkeypatch):
     result = trial(criu)
     assert result.ok, result.reason
     assert result.reason == ""
-    assert 0 < result.seconds < 30
+    assert 0 < result.seconds < 250
     assert list(tmp_path.iterdir()) == []
     assert not set(network.tables(criu)) - before
 

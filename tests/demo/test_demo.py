@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -253,7 +254,7 @@ def test_the_pause_is_the_longest_gap_in_the_trainings_own_stamps(tmp_path):
         os.kill(job.root.pid, signal.SIGCONT)
         stopped = time.monotonic() - before
         job.wait_for(len(job.lines()) + 3, lambda _: None)
-        assert 0.45 < job.longest_gap(before) < stopped + 0.1
+        assert 0.45 < job.longest_gap(before) < stopped + 2
 
 
 def test_ctrl_c_ends_the_demo_and_leaves_nothing(limosa, tmp_path):
@@ -274,7 +275,7 @@ def test_the_demo_as_people_run_it_with_numpy(limosa):
     shown = result.json
     assert shown["schema"] == 1
     assert shown["same_bits"] is True
-    assert shown["steps"] == 150
+    assert shown["steps"] in [150 << n for n in range(4)]  # on a slow machine both run again, with more
     assert shown["last_loss"][0] == shown["last_loss"][1]
     assert [d["operation"] for d in shown["did"]] == [CHECKPOINT]
     assert 0 < shown["did"][0]["pause_seconds"] <= shown["did"][0]["seconds"] + 0.1
@@ -283,9 +284,10 @@ def test_the_demo_as_people_run_it_with_numpy(limosa):
 
 @pytest.mark.criu
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_demo_as_people_run_it_without_a_gpu(limosa):
     """All of it on two software GPUs, two ranks there, then PyTorch on the CPU; said clearly, and nothing is left."""
-    result = limosa("demo", "--steps", 200, rc=0, limit=200)
+    result = limosa("demo", "--steps", 200, rc=0, limit=550)
     assert "there is no NVIDIA GPU here: this runs on software GPUs" in result.stderr
     soft, ranks = result.stdout.split("two ranks over NCCL (a program on device memory) on 2 × Soft GPU H200")
     ranks, cpu = ranks.split("torch training with two data workers on the CPU")
@@ -295,18 +297,19 @@ def test_the_demo_as_people_run_it_without_a_gpu(limosa):
     for name in (SWAP, SUSPEND, SWAPPED):
         assert name in ranks
     for part in (soft, ranks):
-        assert "all 200 hashes are the same to the bit" in part
+        assert re.search("all (200|400|800|1600) hashes are the same to the bit", part)
     assert CHECKPOINT in cpu
-    assert "all 200 losses are the same to the bit" in cpu
+    assert re.search("all (200|400|800|1600) losses are the same to the bit", cpu)
     assert "These were software GPUs, not real ones" in cpu
     assert not Path("/dev/nvidia-soft").exists()
 
 
 @pytest.mark.criu
+@pytest.mark.timeout(600)
 def test_the_demo_in_a_node_that_somebody_has_started(limosa):
     """One GPU: it cannot move."""
     given = ["--gpus", 1, "--memory", "512MiB", "--", sys.executable, "-m", "limosa", "demo"]
-    shown = limosa("softgpu", *given, "--steps", 80, "-o", "json", rc=0, limit=200).json
+    shown = limosa("softgpu", *given, "--steps", 80, "-o", "json", rc=0, limit=550).json
     assert (shown["framework"], shown["device"], shown["gpus"]) == ("cuda", "cuda", ["Soft GPU H200"])
     assert shown["software"]
     assert [d["operation"] for d in shown["did"]] == [SUSPEND, CHECKPOINT]

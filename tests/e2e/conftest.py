@@ -119,7 +119,7 @@ class Disturbed:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(20)
+        self._process.wait(60)
 
     # what must not be left -------------------------------------------------------------------------------------
 

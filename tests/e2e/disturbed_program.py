@@ -11,7 +11,8 @@ What an order may say:
     kill: {"who": ["criu" | "script" | "worker" | "limosa", …], "point": n}    SIGKILL at the n-th point, in this order;
                                              [name, k] is the k-th point of that name (how many there are in all varies)
     cancel: n                                the caller's ``cancel`` is set at the n-th point
-    hold: {"point": name, "seconds": s}      nothing goes on for so long at the first point of that name
+    hold: {"point": name, "until": path}     nothing goes on at the first point of that name until there is that file;
+                                             "late": s in place of it: as if so many seconds had passed there
     fail: {"call": name, "n": n}             the n-th change of that kind to a disk fails with EIO (or ``errno``);
                                              with ``forever`` all after it too
 """
@@ -103,9 +104,11 @@ class Disturber:
         self.names[name] += 1
         self._run_id()
         if self.hold is not None and self.hold["point"] == name:
-            seconds, self.hold = self.hold["seconds"], None
+            hold, self.hold = self.hold, None
             self.say(at=name)
-            time.sleep(seconds)
+            self.work.started -= hold.get("late", 0.0)
+            while "until" in hold and not os.path.exists(hold["until"]):
+                time.sleep(0.01)
         if number == self.cancel_at:
             self.say(at=name)
             self.cancel.set()

@@ -29,7 +29,7 @@ def descriptors() -> list[str]:
     gc.collect()  # what another test of this process has left
     for thread in threading.enumerate():
         if thread.name == "limosa-worker-replies":  # a worker that nobody needs any more ends beside us
-            thread.join(timeout=20)
+            thread.join(timeout=60)
     looks = [Counter(_open_now()) for _ in range(5) if not time.sleep(0.05)]
     return sorted(functools.reduce(operator.and_, looks).elements())  # what stays: other threads look at /proc
 

@@ -264,7 +264,7 @@ def test_a_socket_of_roots_is_neither_removed_nor_taken(
     if when == "after limosa has looked":
         options = ["--criu", before_criu(exchange)]
     else:
-        subprocess.run(exchange, shell=True, check=True, timeout=20)
+        subprocess.run(exchange, shell=True, check=True, timeout=60)
     had = os.lstat(roots / "sock")
     done = limosa("restore", image, *options, "-o", "json")
     assert (done.rc, done.json["error"].get("reasons", [{}])[0].get("id")) == (23, "file-changed"), done

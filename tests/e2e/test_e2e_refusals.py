@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import VICTIMS
+from support import VICTIMS, quickest
 
 from limosa import operation
 from limosa.errors import FailedUndone, PidReused
@@ -291,8 +291,8 @@ def test_18_no_time_and_no_pause(start, dump_refused) -> None:
 
 def test_18_out_of_time_in_the_middle(start, disturbed, tmp_path, runtime) -> None:
     victim = start("counter")
-    hold = {"point": "before prepare of the draft", "seconds": 3.5}
-    found = disturbed("checkpoint", victim.pid, tmp_path / "image", options={"timeout": 3.0}, hold=hold)
+    hold = {"point": "before prepare of the draft", "late": 250.0}
+    found = disturbed("checkpoint", victim.pid, tmp_path / "image", options={"timeout": 250.0}, hold=hold)
     assert (found["rc"], found["id"], found["at"]) == (18, "timed-out", "before prepare of the draft")
     victim.goes_on()
     assert not (tmp_path / "image").exists()
@@ -302,7 +302,7 @@ def test_18_out_of_time_in_the_middle(start, disturbed, tmp_path, runtime) -> No
 def test_19_a_job_that_is_worked_on(start, disturbed, limosa, tmp_path) -> None:
     victim = start("counter")
     results: list[dict[str, Any]] = []
-    hold = {"point": "before prepare of the draft", "seconds": 5.0}
+    hold = {"point": "before prepare of the draft", "until": str(tmp_path / "go on")}
     worker = threading.Thread(
         target=lambda: results.append(
             disturbed("checkpoint", victim.pid, tmp_path / "first", options={"leave_running": True}, hold=hold)
@@ -314,6 +314,7 @@ def test_19_a_job_that_is_worked_on(start, disturbed, limosa, tmp_path) -> None:
     busy = limosa("checkpoint", victim.pid, "--output", tmp_path / "second", "-o", "json", rc=19).json["error"]
     assert busy["id"] == "busy"
     assert not (tmp_path / "second").exists()
+    (tmp_path / "go on").touch()
     worker.join()
     assert results[0]["rc"] == 0
     victim.goes_on()
@@ -356,14 +357,20 @@ def test_20_a_pid_that_belongs_to_somebody_else_now(start, tmp_path, runtime) ->
 def test_22_a_signal_in_the_middle_of_a_dump(inline, limosa, tmp_path, runtime, number) -> None:
     victim = inline("ballast = bytearray(b'x' * 4096) * (96 << 8)")  # 96 MiB: a dump that is not over at once
     image = tmp_path / "image"
-    process = limosa("checkpoint", victim.pid, "--output", image, "-o", "json", wait=False)
-    end = time.monotonic() + 90
-    while not list(tmp_path.glob(".image.*/log/dump.log")):
-        assert time.monotonic() < end
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.001)
-    process.send_signal(number)
-    stdout, stderr = process.communicate(timeout=120)
+    for _ in range(5):
+        process = limosa("checkpoint", victim.pid, "--output", image, "-o", "json", wait=False)
+        end = time.monotonic() + 90
+        while not list(tmp_path.glob(".image.*/log/dump.log")):
+            assert time.monotonic() < end
+            if process.poll() is not None:
+                break
+            time.sleep(0.001)
+        process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=120)
+        if process.returncode != 0:
+            break
+        limosa("restore", image, rc=0)  # it was over, as this test was held up
+        limosa("rm", image, rc=0)
     assert process.returncode == 22, (stdout, stderr)
     assert '"id":"cancelled"' in stdout
     assert f"{number.name}: undoing what was done" in stderr
@@ -407,9 +414,8 @@ def test_23_a_pid_that_is_taken(start, limosa, refused, tmp_path) -> None:
     plan = limosa("restore", tmp_path / "image", "--dry-run", "-o", "json", rc=23).json
     assert plan["verdict"] == "refused"
     assert [r["id"] for r in plan["reasons"] if r["exit_code"]] == ["pid-taken"]
-    begun = time.monotonic()
-    refused(23, "pid-taken", "restore", tmp_path / "image")
-    assert time.monotonic() - begun < 9.5  # the ten seconds are for somebody else who has it, not for its own job
+    # The ten seconds are for somebody else who has it, not for its own job.
+    assert quickest(lambda: refused(23, "pid-taken", "restore", tmp_path / "image"), 9.5) < 9.5
     victim.goes_on()
     victim.finish()
 
@@ -535,7 +541,7 @@ def test_75_a_checkpoint_ended_it_but_not_where_it_was_undone(limosa, adopt, dis
     assert (failed["rc"], failed["id"]) == (21, "failed")
     assert run.poll() is None
     limosa("checkpoint", "job", "--output", tmp_path / "image", rc=0)
-    _, stderr = run.communicate(timeout=30)
+    _, stderr = run.communicate(timeout=60)
     assert run.returncode == 75
     assert str(tmp_path / "image") in stderr
     limosa("restore", tmp_path / "image", rc=0)

@@ -12,9 +12,11 @@ from terminal import Terminal, lines
 pytestmark = pytest.mark.criu
 
 JOB = """
-import time
+import os, time
 held = bytearray(64 << 20)
 print("begins", flush=True)
+while not os.path.exists("job-goes-on"):
+    time.sleep(0.01)
 time.sleep(2)
 for n in range(20):
     print(f"step {n}", flush=True)
@@ -33,6 +35,7 @@ def test_a_restore_leaves_no_display_behind(limosa, adopt, tmp_path, attach):
         assert time.monotonic() < end
         time.sleep(0.01)
     limosa("checkpoint", pid, "--output", image, rc=0)
+    (tmp_path / "job-goes-on").touch()
     command = [sys.executable, "-m", "limosa", "restore", str(image), *attach]
     with Terminal(command, env=os.environ, cwd=str(tmp_path)) as terminal:
         assert terminal.end() == 0, terminal.seen

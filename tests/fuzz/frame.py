@@ -9,10 +9,10 @@
                 decode(data)
 
 An exception that comes out of ``with case`` fails the test and says how to run that case alone. So does a case that
-takes too long (it is interrupted), and one that grows the process by more than ``megabytes``; after the last one no
-descriptor, thread or child may be left. ``LIMOSA_FUZZ`` is the number of cases of a test (2,000), half of them with
-the fixed seed 1 and half with a new one; ``LIMOSA_FUZZ_SEED=S`` runs all of them with that seed, and
-``LIMOSA_FUZZ_CASE=N`` only the N-th.
+hangs (it is interrupted), and one that grows the process by more than ``megabytes``; a few may be slow, as a machine
+may hold up anybody, and no more. After the last one no descriptor, thread or child may be left. ``LIMOSA_FUZZ`` is the
+number of cases of a test (2,000), half of them with the fixed seed 1 and half with a new one; ``LIMOSA_FUZZ_SEED=S``
+runs all of them with that seed, and ``LIMOSA_FUZZ_CASE=N`` only the N-th.
 
 With Hypothesis the same: ``@examples`` above ``@given(…)``, and the fixture ``nothing_left``.
 """
@@ -35,6 +35,10 @@ from typing import Any, TypeVar
 FIXED = 1
 WARM = 50
 """Cases after which what a process loads once (modules, caches) is there."""
+HANGS = 10
+"""A case that has taken so many times as long as it may hangs."""
+MOST_SLOW = 3
+"""Of all cases of a test."""
 
 
 def count() -> int:
@@ -58,7 +62,7 @@ class Case:
     Attributes:
         seed, number: what makes it this one.
         random: its own source of randomness: a case is the same when it is run alone.
-        limit: seconds that it may take.
+        limit: seconds by which it is slow.
     """
 
     def __init__(self, seed: int, number: int, limit: float):
@@ -70,7 +74,7 @@ class Case:
     def __enter__(self) -> Case:
         self._before = signal.signal(signal.SIGALRM, self._late)
         self._begin = time.monotonic()
-        signal.setitimer(signal.ITIMER_REAL, self.limit)
+        signal.setitimer(signal.ITIMER_REAL, HANGS * self.limit)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -87,7 +91,7 @@ class Case:
         )
 
     def _late(self, _number: int, _frame: FrameType | None) -> None:
-        raise Hung(f"not answered after {self.limit} s")
+        raise Hung(f"not answered after {HANGS * self.limit} s")
 
 
 class Fuzz:
@@ -97,7 +101,7 @@ class Fuzz:
         """Yields the cases, and checks what each of them and all of them together have cost.
 
         Args:
-            limit: seconds for one case.
+            limit: seconds for one case; a few may take longer.
             megabytes: by how much the process may ever grow, behind the first cases.
             share: of the number of cases: less for cases that start a process each.
         """
@@ -106,11 +110,15 @@ class Fuzz:
         each = max(WARM + 10, int(count() * share) // len(chosen))
         sys.stderr.write(f"seeds: {' '.join(map(str, chosen))}\n")
         state = Left()
-        peak = None
+        peak, slow = None, 0
         for seed in chosen:
             for number in [int(alone)] if alone else range(each):
                 case = Case(seed, number, limit)
                 yield case
+                if case.seconds > limit:
+                    slow += 1
+                    case.tell(f"took {case.seconds:.1f} s")
+                    assert slow <= MOST_SLOW, "several cases have taken too long"
                 most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
                 if number == WARM:
                     state, peak = Left(), peak or most
@@ -126,7 +134,7 @@ class Left:
     def __init__(self) -> None:
         self._before = self._look()
 
-    def check(self, seconds: float = 2.0) -> None:
+    def check(self, seconds: float = 60.0) -> None:
         """Fails where there is more than before; what is just ending is given a moment."""
         end = time.monotonic() + seconds
         while True:

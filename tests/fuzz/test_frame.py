@@ -9,6 +9,7 @@ import resource
 import subprocess
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -62,11 +63,27 @@ def test_a_case_that_hangs_is_interrupted_even_where_every_exception_is_caught(f
     def hangs(_: frame.Case) -> None:
         while True:
             with contextlib.suppress(Exception):
-                time.sleep(20)
+                time.sleep(250)
 
     with pytest.raises(frame.Hung):
         run(fuzz.cases(limit=0.1), hangs)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 60
+
+
+def test_a_few_cases_may_be_slow_and_no_more(fuzz, monkeypatch, capsys):
+    now, slow = [0.0], set()
+    monkeypatch.setattr(frame, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
+
+    def tried(case: frame.Case) -> None:
+        now[0] += 3 if (case.seed == frame.FIXED and case.number in slow) else 1
+
+    slow |= set(range(10, 10 + frame.MOST_SLOW))
+    run(fuzz.cases(limit=2), tried)
+    assert capsys.readouterr().err.count("took 3.0 s") == frame.MOST_SLOW
+    slow.add(150)
+    with pytest.raises(AssertionError, match="several"):
+        run(fuzz.cases(limit=2), tried)
+    assert "case 150: took 3.0 s" in capsys.readouterr().err
 
 
 def test_what_is_left_is_seen(fuzz):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import quickest
 
 from limosa import start
 from limosa.errors import (
@@ -129,11 +130,11 @@ def test_a_bad_map_is_refused_before_the_worker_is_asked():
 def test_calls_on_different_processes_go_in_parallel():
     both = threading.Barrier(2, timeout=60)
     with Driver(start=Threads({"checkpoint": lambda pid: both.wait() and None})) as driver:
-        threads = [threading.Thread(target=driver.checkpoint, args=(pid, 5.0)) for pid in (1, 2)]
+        threads = [threading.Thread(target=driver.checkpoint, args=(pid, 60.0)) for pid in (1, 2)]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(5)
+            thread.join(60)
         assert not both.broken
         assert not any(thread.is_alive() for thread in threads)
 
@@ -189,13 +190,13 @@ def test_a_call_beside_a_hung_one_still_gets_its_answer_from_the_old_worker(hung
             slow_answered.wait(90)
 
     with Driver(start=Threads({"restore": restore})) as driver:
-        slow = threading.Thread(target=driver.restore, args=(2, None, 20.0))
+        slow = threading.Thread(target=driver.restore, args=(2, None, 60.0))
         slow.start()
         eventually(lambda: driver.under_way(2))
         with pytest.raises(DriverHung):
             driver.restore(1, None, limit=0.05)
         slow_answered.set()
-        slow.join(5)
+        slow.join(60)
         assert not slow.is_alive()
         assert driver.under_way(2) is None
 
@@ -204,7 +205,7 @@ def test_a_state_that_waits_behind_a_restore_costs_no_worker(hung: threading.Eve
     table = {"restore": lambda pid, m: hung.wait(90) and None, "state": lambda pid: hung.wait(90) and "locked"}
     start = Threads(table)
     with Driver(start=start) as driver:
-        restore = threading.Thread(target=driver.restore, args=(5, None, 20.0))
+        restore = threading.Thread(target=driver.restore, args=(5, None, 60.0))
         restore.start()
         eventually(lambda: driver.under_way(5))
         for _ in range(3):
@@ -212,7 +213,7 @@ def test_a_state_that_waits_behind_a_restore_costs_no_worker(hung: threading.Eve
                 driver.state(5, timeout=0.02)
         assert start.started == 1
         hung.set()
-        restore.join(5)
+        restore.join(60)
         assert driver.state(5) == State.LOCKED
 
 
@@ -292,7 +293,7 @@ def test_calls_under_way_finish_before_the_loop_ends():
         loop.join(0.1)
         assert loop.is_alive()
         go.set()
-        loop.join(5)
+        loop.join(60)
     assert log == ["restored", [["/bin/true"]]]
 
 
@@ -355,13 +356,16 @@ def test_the_worker_is_detached_and_sees_every_gpu(driver: Driver, monkeypatch):
 
 
 def test_the_worker_is_up_within_half_a_second():
-    spans = []
-    for _ in range(3):  # the best of three: the machine may be busy
-        with Driver() as driver:
-            begin = time.monotonic()
-            driver.set_will(["/bin/true"])
-            spans.append(time.monotonic() - begin)
-    assert min(spans) < 0.5, spans
+    """Of a processor's time, however many others want it; nor does it sleep meanwhile."""
+    drivers = [Driver() for _ in range(5)]
+    left = iter(drivers)
+    try:
+        assert quickest(lambda: next(left).set_will(["/bin/true"]), 3, len(drivers)) < 3
+        fields = Path(f"/proc/{drivers[0].pid}/stat").read_text().rpartition(")")[2].split()
+        assert sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK") < 0.5
+    finally:
+        for driver in drivers:
+            driver.close()
 
 
 def test_signals_of_a_terminal_do_not_end_the_worker(driver: Driver):
@@ -370,7 +374,7 @@ def test_signals_of_a_terminal_do_not_end_the_worker(driver: Driver):
     assert pid
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT, signal.SIGTSTP):
         os.kill(pid, number)
-    driver.set_will(None, limit=5)
+    driver.set_will(None, limit=60)
     assert driver.pid == pid
 
 
@@ -384,7 +388,7 @@ def test_a_killed_worker_fails_the_call_under_way_and_the_next_call_has_another(
     slot = worker.submit("ping", 0, [])
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(DriverHung, match=f"worker process {pid} ended during ping"):
-        driver._value(worker, slot, 5.0, 5.0)
+        driver._value(worker, slot, 60.0, 60.0)
     driver.set_will(["/bin/true"])
     assert driver.pid not in (None, pid)
     eventually(lambda: not Path(f"/proc/{pid}").exists())
@@ -393,14 +397,14 @@ def test_a_killed_worker_fails_the_call_under_way_and_the_next_call_has_another(
 def test_a_worker_that_cannot_start_says_why(driver: Driver, monkeypatch):
     monkeypatch.setattr(start, "python", lambda *_: [sys.executable, "-I", "-c", "import not_there"])
     with pytest.raises(DriverHung, match="No module named"):
-        driver.set_will(["/bin/true"], limit=10)
+        driver.set_will(["/bin/true"], limit=60)
 
 
 def test_close_ends_the_worker(driver: Driver):
     driver.set_will(["/bin/true"])
     pid = driver.pid
     assert pid
-    driver.close()
+    driver.close(wait=60)
     assert not Path(f"/proc/{pid}").exists()
     assert driver.pid is None
 
@@ -419,7 +423,7 @@ def test_a_fork_has_a_worker_of_its_own(driver: Driver):
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert driver.pid == pid
-    driver.set_will(None, limit=5)
+    driver.set_will(None, limit=60)
 
 
 @pytest.mark.skipif(libcuda_found(), reason="there is a driver here: tests/gpu asks it")

@@ -166,15 +166,20 @@ def test_lanes_and_bits_are_even() -> None:
 
 def test_other_threads_run_meanwhile() -> None:
     """The interpreter is not held: a thread counts while another one hashes."""
-    data, ticks, done = bytearray(256 << 20), 0, threading.Event()
+    data = bytearray(256 << 20)
     KEY.table(hashes.CHUNK)
-    worker = threading.Thread(target=lambda: (host(data, len(data), KEY), done.set()))
-    worker.start()
-    while not done.is_set():
-        time.sleep(0.0005)
-        ticks += 1
-    worker.join(30)
-    assert ticks > 3
+
+    def ticks() -> int:
+        counted, done = 0, threading.Event()
+        worker = threading.Thread(target=lambda: (host(data, len(data), KEY), done.set()))
+        worker.start()
+        while not done.is_set():
+            time.sleep(0.0005)
+            counted += 1
+        worker.join()
+        return counted
+
+    assert any(ticks() > 3 for _ in range(20))  # on a busy machine this thread may have had no turn
 
 
 def test_the_ptx_is_of_the_source_and_as_it_was_made() -> None:

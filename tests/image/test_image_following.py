@@ -77,7 +77,8 @@ def test_one_that_becomes_shorter_is_left(tmp_path: Path, criu: int) -> None:
     while time.monotonic() < end and not following._begun:
         time.sleep(0.01)
     os.truncate(tmp_path / "pages-1.img", 0)
-    time.sleep(0.2)
+    while time.monotonic() < end and following._begun:
+        time.sleep(0.01)
     (tmp_path / "pages-1.img").write_bytes(PAGES[::-1])
     time.sleep(0.2)
     assert following.stop() == {}

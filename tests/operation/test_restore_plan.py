@@ -397,16 +397,16 @@ def test_a_thread_s_id_is_looked_for_too() -> None:
 
 def test_a_pid_that_becomes_free_is_waited_for() -> None:
     with subprocess.Popen(["sleep", "0.2"]) as child:
-        assert taken_pids(of_pid(child.pid), 10.0, lambda: bool(child.poll())) == []
+        assert taken_pids(of_pid(child.pid), 60.0, lambda: bool(child.poll())) == []
         assert child.returncode == 0
 
 
 def test_waiting_for_a_pid_ends_when_it_is_cancelled_or_has_been_long_enough() -> None:
     manifest = of_pid(os.getpid())
     begin = time.monotonic()
-    assert len(taken_pids(manifest, 60.0, lambda: True)) == 1
+    assert len(taken_pids(manifest, 250.0, lambda: True)) == 1
     assert len(taken_pids(manifest, 0.1, lambda: False)) == 1
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 60
 
 
 def of_child(child: subprocess.Popen[bytes], **changed: Any) -> Manifest:
@@ -465,8 +465,8 @@ def test_one_sentence_for_a_whole_tree_that_still_runs(child: subprocess.Popen[b
 
 def test_the_image_s_own_job_that_goes_on_running_is_not_waited_for(child: subprocess.Popen[bytes]) -> None:
     begun = time.monotonic()
-    assert len(taken_pids(of_child(child), 60.0, lambda: False)) == 1
-    assert time.monotonic() - begun < 5
+    assert len(taken_pids(of_child(child), 250.0, lambda: False)) == 1
+    assert time.monotonic() - begun < 60
 
 
 def test_the_image_s_own_job_that_is_about_to_go_is_waited_for(child: subprocess.Popen[bytes]) -> None:

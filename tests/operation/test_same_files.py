@@ -96,7 +96,7 @@ def test_a_deleted_file_that_is_made_anew_is_at_its_own_name_and_its_owners(
 ) -> None:
     """A user who puts a link to /proc/PID/fd/N in its place has CRIU open somebody's deleted file."""
     looked: Any = Looked.__new__(Looked)
-    looked._since = time.time() - 1
+    looked._since = time.time() - 100
     name, path = f"{tmp_path}/job/gone", tmp_path / at
     path.parent.mkdir(parents=True)
     with open(path, "w+b") as file:
@@ -112,7 +112,7 @@ def test_a_deleted_folder_that_is_made_anew_is_its_owners_who_need_not_be_the_jo
 ) -> None:
     """Root has removed a job's folder in its spool, where the job still works."""
     looked: Any = Looked.__new__(Looked)
-    looked._since, looked._uid = time.time() - 1, 4242
+    looked._since, looked._uid = time.time() - 100, 4242
     info = tmp_path.stat()
     anew = Remapped("ghost", owner=(info.st_uid + owner, info.st_gid))
     assert looked._is_anew(info, f"{tmp_path} (deleted)", anew, str(tmp_path)) is fine

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,22 +22,37 @@ from limosa.operation.work import Clock, Work
 GpuLike = Callable[..., int]
 
 # The modules: the names in the package are the verbs.
-STEPS, CHECKPOINT = (importlib.import_module(f"limosa.operation.{name}") for name in ("steps.driver", "checkpoint"))
+STEPS, CHECKPOINT, WORK = (
+    importlib.import_module(f"limosa.operation.{name}") for name in ("steps.driver", "checkpoint", "work")
+)
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Has seconds pass for the clocks of operations, at once: the limits are far from what a busy machine takes."""
+    passed = [0.0]
+
+    def more(seconds: float) -> None:
+        passed[0] += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0], time_ns=time.time_ns)
+    monkeypatch.setattr(WORK, "time", clock)
+    return more
 
 
 def test_tries_of_a_job_that_grows_share_one_limit(
-    gpu_like: GpuLike, double: DriverDouble, monkeypatch: pytest.MonkeyPatch
+    gpu_like: GpuLike, double: DriverDouble, monkeypatch: pytest.MonkeyPatch, passes: Callable[[float], None]
 ) -> None:
-    pid, tries, each = gpu_like(), [], 2.0
+    pid, tries, each = gpu_like(), [], 200.0
 
     def grown(*_: object) -> None:
-        tries.append(time.monotonic())
-        time.sleep(each)
+        tries.append(1)
+        passes(each)
         raise Grew(pids=str(pid))
 
     monkeypatch.setattr(STEPS, "refuse_growth", grown)
-    with pytest.raises(TimedOutUndone, match=r"longer than 3 s"):
-        operation.suspend(pid, timeout=3)
+    with pytest.raises(TimedOutUndone, match=r"longer than 300 s"):
+        operation.suspend(pid, timeout=300)
     assert 1 <= len(tries) <= 2  # with a limit of its own for each there were three
     assert double.states[pid] == "running"
     tries.clear()
@@ -47,18 +63,18 @@ def test_tries_of_a_job_that_grows_share_one_limit(
 
 
 def test_a_checkpoint_of_a_job_that_grows_keeps_to_it_too(
-    gpu_like: GpuLike, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpu_like: GpuLike, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passes: Callable[[float], None]
 ) -> None:
     tries = []
 
     def grown(*_: object) -> None:
         tries.append(1)
-        time.sleep(0.5)
+        passes(500)
         raise Grew(pids="1")
 
     monkeypatch.setattr(CHECKPOINT, "look_at", grown)
     with pytest.raises(TimedOutUndone):
-        operation.checkpoint(gpu_like(), tmp_path / "image", timeout=0.3)
+        operation.checkpoint(gpu_like(), tmp_path / "image", timeout=300)
     assert len(tries) == 1
 
 
@@ -85,14 +101,14 @@ def test_making_host_memory_grow_ends_with_the_time_or_a_cancel(
 
 
 def test_a_driver_that_does_not_answer_while_we_look_is_not_waited_for(
-    gpu_like: GpuLike, double: DriverDouble, monkeypatch: pytest.MonkeyPatch
+    gpu_like: GpuLike, double: DriverDouble, monkeypatch: pytest.MonkeyPatch, passes: Callable[[float], None]
 ) -> None:
     limits = []
 
     def hang(limit: float | None = None) -> None:
         assert limit is not None
         limits.append(limit)
-        time.sleep(limit)
+        passes(limit)
         raise DriverHung(call="cuInit", pid=0, seconds=limit)
 
     pid = gpu_like()

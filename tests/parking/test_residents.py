@@ -51,7 +51,7 @@ KEY = f"move-1-a/source/{ME.to_str()}"
 @pytest.fixture
 def place(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A runtime folder; the vault that was started in it is ended."""
-    monkeypatch.setattr(resident, "ANSWER_SECONDS", 2.0)
+    monkeypatch.setattr(resident, "ANSWER_SECONDS", 60.0)  # a busy machine is no fault of the vault
     yield runtime
     for found in vaults():
         with Handle(found) as handle:
@@ -122,7 +122,7 @@ def test_ten_thousand_pieces_are_held_in_order(place: Path, many: list[int]) -> 
     try:
         assert inodes(found) == wanted
         assert said == note(len(wanted))
-        assert seconds < 2, "some hundredths of a second"
+        assert seconds < 30, "some hundredths of a second, where nobody else has the machine"
     finally:
         close_all(found)
     residents.close()
@@ -311,7 +311,7 @@ def test_the_vault_goes_on_after_what_it_cannot_do(place: Path) -> None:
         ):
             connection = other._connection
             packets.send(connection, message)
-            answer = packets.receive_all(connection, 5, fds=0)
+            answer = packets.receive_all(connection, 60, fds=0)
             assert "error" in answer.read_as(dict), message
         assert vault.held() == {KEY: 1}
         arena = vault.arena()
@@ -353,7 +353,10 @@ def test_one_of_another_version_makes_way_if_it_holds_nothing(place: Path, monke
     monkeypatch.setattr(resident, "START_SECONDS", 3.0)
     with pytest.raises(FailedUndone):
         Vault()  # the next one is no newer here
-    assert not old.alive()
+    end = time.monotonic() + 60
+    while old.alive():
+        assert time.monotonic() < end, "it does not make way"
+        time.sleep(0.01)
 
 
 def test_nobody_else_is_ended_in_a_movers_place(place: Path) -> None:
@@ -448,7 +451,7 @@ def test_what_has_no_end_is_not_waited_for(place: Path, fds: list[int]) -> None:
     begun = time.monotonic()
     with pytest.raises(TimeoutError if fds else ValueError):
         packets.receive_all(ends[0], 0.3)
-    assert time.monotonic() - begun < 3
+    assert time.monotonic() - begun < 60
     for end in ends:
         end.close()
     assert_closed(before - 2)
@@ -462,7 +465,7 @@ def test_a_message_that_does_not_fit_into_a_packet_goes_in_several() -> None:
     big = {"text": "x" * (1 << 20)}
     thread = threading.Thread(target=packets.send, args=(ends[1], big, fds))
     thread.start()
-    said = packets.receive_all(ends[0], 5)
+    said = packets.receive_all(ends[0], 60)
     thread.join(60)
     assert said.read_as(dict) == big
     assert inodes(list(said.given.fds)) == inodes(fds)
@@ -557,7 +560,7 @@ def test_a_client_that_does_not_read_holds_up_nobody(place: Path, many: list[int
         begun = time.monotonic()
         assert vault.held() == {KEY: 2000}
         assert vault.drop(KEY) == 2000
-        assert time.monotonic() - begun < 2
+        assert time.monotonic() - begun < 30, "half of what the vault waits for one that does not read"
     end = time.monotonic() + 60
     while True:  # what was being sent is closed when it has gone
         there = os.listdir(f"/proc/{vault.identity.pid}/fd")
@@ -585,9 +588,8 @@ def test_what_is_being_sent_is_closed_afterwards_and_not_before() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user is made by root")
-def test_a_vault_answers_its_user_and_root_and_nobody_else(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vault_answers_its_user_and_root_and_nobody_else(place: Path) -> None:
     """Also where the socket itself would let him in: he has it from its owner, or the folder is open."""
-    monkeypatch.setattr(resident, "ANSWER_SECONDS", 10.0)
     with contextlib.closing(Vault(os.geteuid())) as vault:
         vault.put(KEY, [0], b"")
         path = resident.socket_path("vault", os.geteuid())
@@ -595,7 +597,7 @@ def test_a_vault_answers_its_user_and_root_and_nobody_else(place: Path, monkeypa
         open_the_way_to(path)
         asks = (
             "import msgspec, socket, sys\n"
-            "s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.settimeout(10); s.connect(sys.argv[1])\n"
+            "s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.settimeout(60); s.connect(sys.argv[1])\n"
             "try:\n    s.send(msgspec.msgpack.encode({'verb': 'keys'})); print(s.recv(1000))\n"
             "except (BrokenPipeError, ConnectionResetError):\n    print(b'')"
         )
@@ -655,7 +657,8 @@ def test_nobody_is_waited_for_in_a_folder_that_cannot_be_opened(
     monkeypatch.setattr(openat, "open_in", refused_in)
     monkeypatch.setattr(os, "open", refused)
     monkeypatch.setattr(resident, "start", lambda *_: pytest.fail("it was started"))
+    monkeypatch.setattr(resident, "START_SECONDS", 120.0)
     begun = time.monotonic()
     with pytest.raises(FailedUndone, match="Too many open files"):
         resident.connect(kind, os.geteuid())
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 60

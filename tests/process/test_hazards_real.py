@@ -16,9 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from softgpu.far import until
 
 from limosa.errors import Reason
 from limosa.process import hazards
+from limosa.process.identity import read_stat
 from limosa.process.observe import JobObservation, observe
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -86,7 +88,7 @@ def test_is_refused_by_name(job, id_):
     code, words = ALONE[id_]
     victim = job(code)
     if id_ == "main-thread-ended":
-        time.sleep(0.1)
+        until(lambda: read_stat(victim.pid).state == "Z")
     obs = observe(victim.identity)
     found = refusals(obs)
     assert set(found) == {id_}
@@ -183,7 +185,7 @@ def freezer() -> Iterator[Path]:
         freeze(folder, False)
         for pid in (folder / "cgroup.procs").read_text().split():
             os.kill(int(pid), signal.SIGKILL)
-        for _ in range(200):
+        for _ in range(6000):
             with contextlib.suppress(OSError):
                 folder.rmdir()
                 break

@@ -158,7 +158,7 @@ def test_what_a_user_sends_may_linger_and_holds_nobody_up(sent: int, wanted: int
         listening.bind(str(place / "socket"))
         (place / "socket").chmod(0o777)
         listening.listen()
-        listening.settimeout(10)
+        listening.settimeout(60)
         command = [sys.executable, "-c", LINGERS, str(place / "socket"), str(sent), str(USER)]
         theirs = subprocess.Popen(command, stdout=subprocess.PIPE)
         try:
@@ -167,9 +167,9 @@ def test_what_a_user_sends_may_linger_and_holds_nobody_up(sent: int, wanted: int
             assert theirs.stdout.readline() == b"SENT\n"
             begun = time.monotonic()
             with pytest.raises(packet.Wrong):
-                packet.receive(connection, 100, wanted, packet.Deadline(5), memory=True)
+                packet.receive(connection, 100, wanted, packet.Deadline(120), memory=True)
             packet.hang_up(connection)
-            assert time.monotonic() - begun < 1
+            assert time.monotonic() - begun < 60, "it lingers for an hour"
         finally:
             theirs.kill()
             theirs.wait(60)

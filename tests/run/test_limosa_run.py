@@ -46,7 +46,7 @@ def test_output_that_cannot_be_shown_is_said_and_kept(runtime, tmp_path):
     words = [sys.executable, "-m", "limosa", "run", "--name", "two", "--", "sh", "-c", "echo one; exit 7"]
     with open("/dev/full", "w") as full:
         ran = subprocess.run(
-            words, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=30, check=False
+            words, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
         )
     assert ran.returncode == 7
     assert "the job's output can no longer be shown (No space left on device); its log has all of it" in ran.stderr
@@ -58,18 +58,18 @@ def test_logs_that_cannot_be_written_is_no_internal_error(limosa, tmp_path):
     wait_text(tmp_path / "two.limosa.log", "one")
     with open("/dev/full", "w") as full:
         words = [sys.executable, "-m", "limosa", "logs", "two"]
-        ran = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=30, check=False)
+        ran = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert (ran.returncode, ran.stderr) == (1, "limosa: the output could not be written (No space left on device)\n")
 
 
 @pytest.mark.root
 def test_a_log_on_a_full_disk_is_said(limosa, tmp_path):
     (disk := tmp_path / "disk").mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(disk)], check=True, timeout=10)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(disk)], check=True, timeout=60)
     try:
         ran = limosa("run", "--log", disk / "log", "--", "sh", "-c", "head -c 100000 /dev/zero")
     finally:
-        subprocess.run(["umount", str(disk)], check=True, timeout=10)
+        subprocess.run(["umount", str(disk)], check=True, timeout=60)
     assert ran.rc != 0
     assert f"the disk of {disk}/log is full: some of the job's output may be missing" in ran.stderr
 
@@ -98,7 +98,7 @@ def test_the_job_ignores_what_the_bare_command_would(how, tmp_path):
         plain = {n: signal.signal(n, signal.SIG_DFL) for n in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)}
         try:
             ran = subprocess.run(
-                ["sh", "-c", how, "sh", *command], capture_output=True, text=True, cwd=tmp_path, timeout=30, check=True
+                ["sh", "-c", how, "sh", *command], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=True
             )
         finally:
             for number, handler in plain.items():
@@ -227,7 +227,7 @@ def test_what_kill_sends_is_for_the_root_alone(trapped, number):
     wait_text(log, f"root heard {number.name}")
     if number != signal.SIGTERM:  # which it has not ended from
         process.terminate()
-    process.communicate(timeout=20)
+    process.communicate(timeout=60)
     assert process.returncode == 9
     assert "child heard" not in log.read_text()
 
@@ -240,7 +240,7 @@ def test_what_a_terminal_sends_is_for_the_whole_group(trapped, number):
     wait_text(log, f"child heard {number.name}")
     if number != signal.SIGINT:
         process.terminate()
-    stdout, _ = process.communicate(timeout=20)
+    stdout, _ = process.communicate(timeout=60)
     assert process.returncode == 9
     assert f"heard {number.name}" in stdout
 
@@ -250,7 +250,7 @@ def test_the_job_outlives_a_killed_run(limosa, tmp_path):
     wait_text(tmp_path / "log", "READY")
     record = wait_record()
     process.kill()
-    process.wait(10)
+    process.wait(60)
     ticks = (tmp_path / "log").read_text().count("tick")
     wait_text(tmp_path / "log", f"tick {ticks + 5} ")
     assert record.root.alive()
@@ -264,7 +264,7 @@ def test_a_reader_that_goes_away_does_not_end_the_job(limosa, tmp_path):
     wait_text(tmp_path / "log", "tick 40 ")
     assert process.poll() is None
     (tmp_path / "stop").touch()
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
     process.stdout = None
 
 
@@ -274,7 +274,7 @@ def test_a_job_ended_by_a_checkpoint_names_the_image_and_exits_75(limosa, tmp_pa
     (tmp_path / "image").mkdir()
     EndedRecord(root=root, image=str(tmp_path / "image"), image_id="x").save()
     os.kill(root.pid, signal.SIGKILL)
-    _, stderr = process.communicate(timeout=20)
+    _, stderr = process.communicate(timeout=60)
     assert process.returncode == 75
     assert str(tmp_path / "image") in stderr
     assert EndedRecord.of(root) is None
@@ -285,7 +285,7 @@ def test_a_job_killed_by_somebody_else_is_not_taken_for_a_checkpoint(limosa, tmp
     root = wait_record().root
     EndedRecord(root=root, image=str(tmp_path / "not-there")).save()
     os.kill(root.pid, signal.SIGKILL)
-    process.communicate(timeout=20)
+    process.communicate(timeout=60)
     assert process.returncode == 137
 
 

@@ -80,7 +80,7 @@ def test_roots_logs_shows_a_users_own_file(limosa, runtime, job, theirs):
 
 def refused(limosa, pid: int) -> None:
     """Neither shown nor measured, and nothing waits."""
-    said = limosa("logs", pid, "-n", "1", "-f", limit=20)
+    said = limosa("logs", pid, "-n", "1", "-f")
     # 11: it is, or may be, a file of somebody else's.
     assert said.rc == (11 if "it is not a file of" in said.stderr or "may be of" in said.stderr else 2)
     assert "cannot be read" in said.stderr

@@ -44,7 +44,7 @@ def test_a_mistake_is_found_in_a_copy_and_a_harmless_change_is_not(tmp_path):
     tmp_path.chmod(0o755)
     copy = Copy(tmp_path)
     words = [copy.python, "-I", "-c", "import limosa; print(limosa.__file__)"]
-    where = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True).stdout
+    where = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout
     assert where.startswith(f"{tmp_path}/src/")
     wrong = next(m for m in MUTANTS if m.name == "pid-alone-is-a-process")
     found = copy.tried(wrong)

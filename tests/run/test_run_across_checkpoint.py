@@ -49,7 +49,7 @@ def test_an_attached_run_whose_job_is_checkpointed_exits_75_and_restore_attach_g
     first = limosa("run", "--name", "counter", "--log", log, "--", *COUNTER, tmp_path, wait=False)
     wait_text(log, "tick 5 ")
     written = limosa("checkpoint", "counter", "--output", image, "-o", "json", rc=0).json
-    shown, told = first.communicate(timeout=20)
+    shown, told = first.communicate(timeout=60)
     assert first.returncode == 75
     assert str(image) in told
     assert shown == log.read_text()
@@ -59,7 +59,7 @@ def test_an_attached_run_whose_job_is_checkpointed_exits_75_and_restore_attach_g
     (record,) = RunRecord.all()
     assert (record.name, record.root.pid, record.log) == ("counter", written["pid"], str(log))
     (tmp_path / "stop").touch()
-    shown_later, _ = second.communicate(timeout=20)
+    shown_later, _ = second.communicate(timeout=60)
     assert second.returncode == 0
     assert shown + shown_later == log.read_text()
     ticks = [int(line.split()[1]) for line in log.read_text().splitlines() if line.startswith("tick")]
@@ -76,7 +76,7 @@ def test_restore_attach_passes_signals_on(limosa, tmp_path, number):
     attached = limosa("restore", image, "--attach", wait=False)
     wait_following(attached.pid)
     attached.send_signal(number)
-    attached.communicate(timeout=20)
+    attached.communicate(timeout=60)
     assert attached.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
 
 
@@ -87,7 +87,7 @@ def test_with_leave_running_an_attached_run_notices_nothing(limosa, tmp_path):
     limosa("checkpoint", "counter", "--output", image, "--leave-running", rc=0)
     wait_more(log)
     (tmp_path / "stop").touch()
-    attached.communicate(timeout=20)
+    attached.communicate(timeout=60)
     assert attached.returncode == 0
 
 

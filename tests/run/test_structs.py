@@ -39,7 +39,7 @@ assert right == [True] * 4
 
 def test_four_threads_read_a_struct_that_nobody_has_read() -> None:
     for _ in range(8):  # without ``ready`` half of them end by SIGSEGV
-        subprocess.run([sys.executable, "-c", THREADS], check=True, timeout=30)
+        subprocess.run([sys.executable, "-c", THREADS], check=True, timeout=60)
 
 
 def unready(source: str) -> list[int]:

@@ -22,7 +22,7 @@ time.sleep(60)
 
 def test_what_has_left_its_session_and_its_parent_is_ended_too(tmp_path, runtime):
     found = tmp_path / "pid"
-    subprocess.run([sys.executable, "-c", LOSE, str(found)], check=True, timeout=20)
+    subprocess.run([sys.executable, "-c", LOSE, str(found)], check=True, timeout=60)
     while not (found.exists() and found.read_text()):
         pass
     pid = int(found.read_text())

@@ -39,7 +39,7 @@ def entry():
     code = subprocess.run(["/bin/sh", "-c", "exit 7"]).returncode
     with cancelling(Report("move", Format.text)) as cancel:
         os.kill(os.getpid(), signal.{number})
-        print(code, cancel.wait(0.3), len(signal.pthread_sigmask(signal.SIG_BLOCK, [])))
+        print(code, cancel.wait({wait}), len(signal.pthread_sigmask(signal.SIG_BLOCK, [])))
 limosa.cli.main.entry = entry
 from limosa.__main__ import main
 main()
@@ -94,7 +94,7 @@ import os, signal, sys
 for number in {[int(n) for n in ignored]} + [signal.SIGCHLD]:
     signal.signal(number, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
-os.execv(sys.executable, [sys.executable, "-c", {MOVED.replace("{number}", number.name)!r}])
+os.execv(sys.executable, [sys.executable, "-c", {MOVED.format(number=number.name, wait=60 if cancelled else 0.3)!r}])
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.split() == ["7", str(cancelled), "0"], done.stderr

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from terminal import Terminal
@@ -19,6 +20,7 @@ import limosa as api
 from limosa import operation
 from limosa.cli.logs import _follow
 from limosa.cli.output import Report
+from limosa.operation import ending
 from limosa.operation.claims import Claim
 from limosa.operation.journal import Header, Journal
 from limosa.process import exit_code
@@ -57,7 +59,7 @@ def test_wait_exits_as_the_job_does(limosa, tmp_path, ends, code):
     waiting = limosa("wait", "short", "-o", "json", wait=False)
     until_it_waits(waiting)
     (tmp_path / "go").touch()
-    said = json.loads(waiting.communicate(timeout=20)[0])
+    said = json.loads(waiting.communicate(timeout=60)[0])
     assert waiting.returncode == (code if KNOWN else 125)
     assert (said["name"], said["exit_code"]) == ("short", code if KNOWN else None)
 
@@ -72,7 +74,7 @@ def test_a_wait_that_is_given_up_leaves_the_job_alone(limosa):
         waiting = limosa("wait", pid, "-o", "json", wait=False)
         until_it_waits(waiting)
         waiting.send_signal(signal.SIGINT)
-        out, said = waiting.communicate(timeout=10)
+        out, said = waiting.communicate(timeout=60)
         assert json.loads(out)["error"]["job_state"] == ""  # it may be suspended: nobody has asked
         assert waiting.returncode == 125
         assert said.split("\n") == ["", f"limosa: no longer waiting for process {pid}", ""]
@@ -87,7 +89,7 @@ def test_stop_lets_the_job_end_by_itself(limosa, tmp_path):
     pid = int(limosa("run", "-d", "-q", "--", "sh", "-c", job, rc=0).stdout)
     while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
         time.sleep(0.01)
-    done = limosa("stop", pid, "-o", "json", rc=0).json
+    done = limosa("stop", pid, "--grace", "60", "-o", "json", rc=0).json
     assert done["killed"] == []
     assert done["exit_code"] == (3 if KNOWN else None)
     assert (tmp_path / "saved").read_text() == "saved\n"
@@ -150,7 +152,7 @@ def test_logs_shows_the_last_lines_and_follows_to_the_end(limosa, tmp_path):
     following = limosa("logs", "talks", "-n", "2", "-f", wait=False)
     until_it_waits(following)
     (tmp_path / "go").touch()
-    assert following.communicate(timeout=20)[0] == "line 2\nline 3\nlast\n"
+    assert following.communicate(timeout=60)[0] == "line 2\nline 3\nlast\n"
     assert following.returncode == 0
     assert str(log) in limosa("logs", "talks", rc=10).stderr  # it has ended: where its output is
 
@@ -221,7 +223,7 @@ def test_ps_watch_draws_again_and_ends_with_ctrl_c(limosa, tmp_path):
     try:
         command = [sys.executable, "-m", "limosa", "ps", "--watch"]
         with Terminal(command, env=os.environ, cwd=str(tmp_path)) as terminal:
-            terminal.read(30, lambda seen: seen.count("seen") >= 2)
+            terminal.read(90, lambda seen: seen.count("seen") >= 2)
             os.kill(terminal.process.pid, signal.SIGINT)
             assert terminal.end() == 0, terminal.seen
         assert terminal.seen.count("\x1b[H") >= 2
@@ -237,7 +239,7 @@ def test_wait_for_a_job_that_a_checkpoint_ends_is_75_with_its_image(limosa, tmp_
     waiting = limosa("wait", pid, "-o", "json", wait=False)
     until_it_waits(waiting)
     limosa("checkpoint", pid, "--output", tmp_path / "image", rc=0)
-    said = json.loads(waiting.communicate(timeout=20)[0])
+    said = json.loads(waiting.communicate(timeout=60)[0])
     assert (waiting.returncode, said["exit_code"], said["image"]) == (75, None, str(tmp_path / "image"))
     (listed,) = json.loads(limosa("images", tmp_path, "-o", "json", rc=0).stdout)["images"]
     assert (listed["pid"], listed["state"]) == (pid, "complete")
@@ -255,8 +257,12 @@ def test_a_job_that_was_quicker_than_its_starter_has_an_exit_code(runtime, tmp_p
 
 
 def test_how_long_a_stop_took_does_not_depend_on_when_its_parent_reaps_it(start, monkeypatch):
-    monkeypatch.setattr("limosa.operation.ending.exit_code", lambda _: time.sleep(2))
-    assert api.stop(start(["sleep", "60"], ready=None).pid).seconds < 2
+    late = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late[0], time=time.time, sleep=time.sleep)
+    monkeypatch.setattr(ending, "time", clock)
+    monkeypatch.setattr(ending, "exit_code", lambda _: late.__setitem__(0, 1000.0))
+    assert api.stop(start(["sleep", "60"], ready=None).pid).seconds < 1000
+    assert late == [1000.0]
 
 
 def test_no_more_descriptors_are_kept_than_a_program_can_spare(monkeypatch):

@@ -1,12 +1,20 @@
-/* Host callbacks that take a lock which the main thread holds around its calls of the driver: for some seconds. */
+/* Host callbacks that take a lock which the main thread holds around its calls of the driver: for some seconds, or
+   until SIGTERM. */
 #include <dlfcn.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static _Atomic int called;
+static volatile sig_atomic_t over;
+
+static void end_well(int number)
+{
+    over = 1;
+}
 
 static void callback(void *data)
 {
@@ -30,9 +38,10 @@ int main(int argc, char **argv)
 
     if (init(0) || retain(&context, 0) || current(context) || create(&stream, 1))
         return 1;
+    signal(SIGTERM, end_well);
     puts("ready");
     fflush(stdout);
-    while (time(NULL) < end) {
+    while (!over && time(NULL) < end) {
         unsigned long long address;
         if (launch(stream, callback, NULL))
             return 2;

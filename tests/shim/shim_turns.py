@@ -35,7 +35,7 @@ def cycle(shim: Shim, seconds: float = 60) -> None:
     back(shim, *away(shim, seconds))
 
 
-def cycled(shim: Shim, seconds: float = 20) -> bool:
+def cycled(shim: Shim, seconds: float = 60) -> bool:
     """The same; False where the gate did not close in time."""
     try:
         cycle(shim, seconds)

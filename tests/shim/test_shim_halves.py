@@ -64,7 +64,7 @@ def test_the_driver_gets_what_is_ready(left: Far, shim: Shim, controller: Far, m
     for _ in range(3):
         shim.bulk(mib * MIB)
         assert status(left.pid, "VmRSS") >= mib * MIB
-        shim.close_gate(5)
+        shim.close_gate(60)
         controller.suspend(left.pid)
         asked = shim.bulk(0)
         assert 60 * MIB <= asked < 80 * MIB
@@ -101,7 +101,7 @@ def test_it_is_let_go_of_when_nobody_wants_it(left: Far) -> None:
         shim.bulk(100 * MIB)
         shim.bulk(200 * MIB)  # more of the same
         assert base + 190 * MIB < rss() < base + 230 * MIB
-        shim.close_gate(5)
+        shim.close_gate(60)
         shim.open_gate()
         settled(rss, low)
         shim.bulk(200 * MIB)
@@ -170,7 +170,7 @@ def test_a_busy_program(left: Far, shim: Shim, controller: Far) -> None:
     for turn in range(6):
         shim.bulk((64 + 16 * turn) * MIB)
         if turn % 2:
-            shim.close_gate(5)
+            shim.close_gate(60)
             controller.suspend(left.pid)
             controller.resume(left.pid)
             shim.open_gate()
@@ -184,7 +184,7 @@ def test_a_usual_stack_limit_is_lower_while_the_gate_is_closed(job: Far, shim: S
     """Put back by the gate itself, whoever opens it."""
     assert job(STACK) == 1024
     for _ in range(2):
-        shim.close_gate(5)
+        shim.close_gate(60)
         shim.stack(16)
         assert job("stack_beneath()") == 16
         pending = job.send(STACK, main=True)
@@ -197,7 +197,7 @@ def test_a_usual_stack_limit_is_lower_while_the_gate_is_closed(job: Far, shim: S
 @pytest.mark.parametrize("call", ["cuDevicePrimaryCtxGetState", "cuDevicePrimaryCtxRetain", "cuDeviceGetCount"])
 def test_a_context_that_cannot_be_reached_keeps_the_gate_closed(node: Any, job: Far, shim: Shim, call: str) -> None:
     """Its limit is the lower one still, so no kernel may come to it."""
-    shim.close_gate(5)
+    shim.close_gate(60)
     shim.stack(16)
     rule = node.switches.add(f"function={call} every=1 result=NOT_PERMITTED")
     for put_back in (lambda: shim.stack(0), shim.open_gate):
@@ -213,7 +213,7 @@ def test_a_context_that_cannot_be_reached_keeps_the_gate_closed(node: Any, job: 
 @pytest.mark.parametrize("mine", [4096, 2048, 512])
 def test_a_stack_limit_of_its_own_is_left_alone(job: Far, shim: Shim, mine: int) -> None:
     job(f"ok(cu.cuCtxSetLimit(cu.CUlimit.CU_LIMIT_STACK_SIZE, {mine}))")
-    shim.close_gate(5)
+    shim.close_gate(60)
     shim.stack(16)
     assert job("stack_beneath()") == mine
     shim.open_gate()
@@ -222,7 +222,7 @@ def test_a_stack_limit_of_its_own_is_left_alone(job: Far, shim: Shim, mine: int)
 
 def test_each_context_gets_its_own_back(job: Far, shim: Shim) -> None:
     job("context(1); ok(cu.cuCtxSetLimit(cu.CUlimit.CU_LIMIT_STACK_SIZE, 2048)); context(0)")
-    shim.close_gate(5)
+    shim.close_gate(60)
     shim.stack(16)
     shim.stack(0)
     shim.stack(16)
@@ -245,7 +245,7 @@ def test_both_can_be_switched_off(switched_off: tuple[Far, Shim], controller: Fa
         job(f"plain(1, {seed})")
     shim.bulk(200 * MIB)
     assert status(job.pid, "RssAnon") < before + 100 * MIB
-    shim.close_gate(5)
+    shim.close_gate(60)
     shim.stack(16)
     controller.suspend(job.pid)
     assert shim.bulk(0) == 0  # it has not even been looked at

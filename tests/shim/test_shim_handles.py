@@ -11,5 +11,5 @@ from limosa.native.build import SHIM
 
 def test_no_handle_is_given_out_twice(compiled: Callable[..., Path]) -> None:
     program = compiled("handles.c", f"-I{SHIM}", "-D_GNU_SOURCE", "-lpthread")
-    done = subprocess.run([program], capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stdout + done.stderr

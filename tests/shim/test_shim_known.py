@@ -73,7 +73,7 @@ def test_a_function_that_nobody_knows_is_told(
         with Shim(Identity.of(job.pid)) as shim:
             assert known.not_known(shim.called()) == ["cuMemAllocOfTheYearAfter"]
     finally:
-        job.communicate("", timeout=10)
+        job.communicate("", timeout=60)
 
 
 @pytest.mark.root
@@ -100,7 +100,7 @@ def test_newer_functions_get_the_drivers_handles(
             assert [piece.shared for piece in shim.memories()] == [True]
             assert known.not_known(shim.called()) == []
     finally:
-        job.communicate("", timeout=10)
+        job.communicate("", timeout=60)
 
 
 @pytest.mark.timeout(300)
@@ -109,5 +109,5 @@ def test_children_find_functions_that_nobody_knows(library: Path, compiled: Call
     newer = compiled("newer_driver.c", f"-I{SHIM}", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", name="libcuda.so.1")
     program = compiled("looking.c", "-ldl", "-lpthread")
     env = {"LD_PRELOAD": str(library), "LD_LIBRARY_PATH": str(newer.parent)}
-    ran = subprocess.run([program], env=env, capture_output=True, text=True, timeout=40, check=True)
+    ran = subprocess.run([program], env=env, capture_output=True, text=True, timeout=60, check=True)
     assert ran.stdout == "400 of 400\n"

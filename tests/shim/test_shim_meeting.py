@@ -30,7 +30,7 @@ from limosa.parking.answers import CommsLook, Counted, Want
 from limosa.parking.protocol import COMM, WANT, CommGate, Kind
 
 RANKS = 4
-LIMIT = 6.0
+LIMIT = 60.0
 MOST = 80
 """Communicators of one rank."""
 COMMS = ((0, 1, 2, 3), (0, 1), (2, 3), (1, 2, 3), (0, 3))

@@ -255,7 +255,7 @@ def test_what_another_gpu_has_copied_from_is_found_there_after_it_was_parked(
     job("peers(); on_each(4 * MIB, 4 * MIB)")
     assert job("across('cuMemcpyDtoD')") == COPIED
     with Shim(Identity.of(job.pid)) as shim:
-        shim.close_gate(5)
+        shim.close_gate(60)
         ids = [piece.id for piece in shim.memories()]
         fds = shim.export(ids)
         shim.unmap()
@@ -305,7 +305,7 @@ def test_a_contexts_end_by_old_functions(both: Both, how: str) -> None:
         assert job("says('cuMemFree', inside)") == "INVALID_VALUE"
     with Shim(Identity.of(both[0].pid)) as shim:
         assert shim.memories() == []
-        shim.close_gate(5)
+        shim.close_gate(60)
         shim.open_gate()
 
 
@@ -313,7 +313,7 @@ def test_a_contexts_end_by_old_functions(both: Both, how: str) -> None:
 def test_a_context_that_ended_unseen_keeps_no_gate_open(node: Node, job: Far, shim: Shim, answer: int) -> None:
     job("made = ok(cu.cuCtxCreate(None, 0, 0)); context()")
     rule = node.switches.add(f"function=cuCtxSynchronize every=1 caller={job.pid} result={answer}")
-    shim.close_gate(5)
+    shim.close_gate(60)
     node.switches.remove(rule)
     shim.open_gate()
 
@@ -328,7 +328,7 @@ def test_numbers_of_memory_stay(job: Far, shim: Shim) -> None:
     before = job(ask)
     assert len(set(before[:4])) == 3
     assert len(set(before[4:])) == 2
-    shim.close_gate(5)
+    shim.close_gate(60)
     ids = [memory.id for memory in {memory.id: memory for memory in shim.memories()}.values()]
     fds = shim.export(ids)
     shim.unmap()
@@ -402,7 +402,7 @@ def test_memory_that_was_away_can_still_be_exported(job: Far, shim: Shim) -> Non
     """The application exports what has come back by import, and from then on it stays where it is."""
     job("handle = ok(cu.cuMemCreate(4 * MIB, made_of(exportable=True), 0))")
     job("at = int(ok(cu.cuMemAddressReserve(4 * MIB, 0, 0, 0))); ok(cu.cuMemMap(at, 4 * MIB, 0, handle, 0))")
-    shim.close_gate(5)
+    shim.close_gate(60)
     ids = [memory.id for memory in shim.memories()]
     fds = shim.export(ids)
     shim.unmap()
@@ -554,7 +554,7 @@ def test_a_handle_is_opened_once_the_memory_is_back(start: Callable[..., Far]) -
     raw = job(HANDLE)
     other(OPENED)
     with Shim(Identity.of(job.pid)) as shim:
-        shim.close_gate(5)
+        shim.close_gate(60)
         ids = [memory.id for memory in shim.memories()]
         fds = shim.export(ids)
         shim.unmap()

@@ -187,10 +187,10 @@ def test_a_job_of_the_version_before_is_asked_as_that_was() -> None:
         name.listen(1)
         thread = threading.Thread(target=serve)
         thread.start()
-        listens.wait(5)
+        listens.wait(60)
         with Shim(Identity.of(os.getpid())) as shim:
             assert shim.hello().stand == Stand.OPEN
-        thread.join(5)
+        thread.join(60)
     assert MESSAGE.unpack_from(said[0])[1] == OLD_VERSION
 
 
@@ -313,7 +313,7 @@ def test_children_that_are_forked_while_descriptors_are_in_flight(node: Node, li
             for fd in shim.export(ids):
                 os.close(fd)
         for _ in range(8):
-            shim.close_gate(5)
+            shim.close_gate(60)
             fds = shim.export(ids)
             shim.keep(fds)
             shim.unmap()
@@ -323,7 +323,7 @@ def test_children_that_are_forked_while_descriptors_are_in_flight(node: Node, li
             for fd in fds:
                 os.close(fd)
         job("enough()")
-        codes = pending.value(30)
+        codes = pending.value(90)
     print(f"{len(codes)} children")
     assert {code for code in codes if code} == set(), [codes.count(code) for code in (0, 1, 2, 3)]
     assert job("intact()")

@@ -102,7 +102,7 @@ def test_memory_that_the_driver_does_not_let_go_of(node: Node, job: Far, shim: S
         job(f"large(4, {seed})")
     if came:  # imported: left there, the driver would save it and never bring it back
         back(shim, *away(shim))
-    shim.close_gate(5)
+    shim.close_gate(60)
     pieces = shim.memories()
     fds = shim.export([memory.id for memory in pieces])
     rule = node.switches.add(f"function=cuMemRelease nth={n} caller={job.pid} result=2")
@@ -124,7 +124,7 @@ def test_memory_that_the_driver_does_not_let_go_of(node: Node, job: Far, shim: S
 def test_a_failure_in_the_middle_of_an_unmap(node: Node, job: Far, shim: Shim, n: int) -> None:
     for seed in range(3):
         job(f"large(4, {seed})")
-    shim.close_gate(5)
+    shim.close_gate(60)
     ids = [memory.id for memory in shim.memories()]
     node.switches.add(f"function=cuMemUnmap nth={n} caller={job.pid} result=999")
     with pytest.raises(ShimError):
@@ -195,9 +195,9 @@ def test_wrong_order_is_refused(job: Far, shim: Shim) -> None:
     for wrong in (shim.unmap, lambda: shim.map([memory.id], []), lambda: shim.stack(1024)):
         with pytest.raises(ShimError):
             wrong()
-    shim.close_gate(5)
+    shim.close_gate(60)
     with pytest.raises(ShimError):
-        shim.close_gate(5)
+        shim.close_gate(60)
     with pytest.raises(ShimError):
         shim.export([memory.id + 1])
     with pytest.raises(ShimError):
@@ -238,7 +238,7 @@ def test_descriptors_do_not_pile_up(job: Far, shim: Shim) -> None:
 def test_a_stack_limit_is_lowered_and_put_back(job: Far, shim: Shim) -> None:
     """As the driver has it meanwhile; what the application asks waits at the gate, and finds it as it was."""
     assert job("stack_beneath()") == 1024
-    shim.close_gate(5)
+    shim.close_gate(60)
     for bytes_, there in ((512, 512), (16, 512), (0, 1024), (16, 16), (0, 1024), (768, 768)):
         shim.stack(bytes_)
         assert job("stack_beneath()") == there
@@ -252,7 +252,7 @@ import os, socket, sys
 os.setgid(65534); os.setuid(65534)
 s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 s.connect(sys.argv[1].replace("@", "\\0"))
-s.settimeout(5)
+s.settimeout(60)
 try:
     s.send(bytes(48))
     print(len(s.recv(4096)))

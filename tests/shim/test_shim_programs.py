@@ -39,7 +39,7 @@ strstr syscall
 
 def says(library: Path, program: Path, **options: object) -> tuple[int, str, str]:
     env = {**os.environ, "LD_PRELOAD": str(library)}
-    ran = subprocess.run([program], env=env, capture_output=True, text=True, timeout=30, check=False, **options)  # type: ignore[call-overload]
+    ran = subprocess.run([program], env=env, capture_output=True, text=True, timeout=60, check=False, **options)  # type: ignore[call-overload]
     return ran.returncode, ran.stdout, ran.stderr
 
 
@@ -110,7 +110,7 @@ def test_a_program_that_closes_all_its_descriptors(node: Node, library: Path, co
             assert shim.hello().stand == Stand.OPEN
             assert [m.bytes for m in shim.memories()] == [4 * MIB]
         time.sleep(0.1)
-    job.communicate("\n", timeout=10)
+    job.communicate("\n", timeout=60)
     assert job.returncode == 0
 
 
@@ -149,7 +149,7 @@ def test_more_pieces_than_descriptors(node: Node, library: Path) -> None:
     before = numbers(far.pid)
     with Shim(Identity.of(far.pid)) as shim:
         for _ in range(2):
-            shim.close_gate(5)
+            shim.close_gate(60)
             ids = [memory.id for memory in shim.memories()]
             fds = shim.export(ids)
             shim.unmap()
@@ -177,7 +177,7 @@ def test_more_pieces_than_it_may_ever_have_descriptors(node: Node, library: Path
         far(f"plain(2, {seed})")
     far("import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))")
     with Shim(Identity.of(far.pid)) as shim:
-        shim.close_gate(5)
+        shim.close_gate(60)
         with pytest.raises(Exception, match="Too many open files"):
             shim.unmap()
         assert shim.hello().stand == Stand.CLOSED
@@ -197,7 +197,7 @@ def child():
     ok(cu.cuInit(0))
     ok(cu.cuCtxSetCurrent(ok(cu.cuDevicePrimaryCtxRetain(0))))
     ok(cu.cuMemAlloc(6 << 20))
-    time.sleep(20)
+    time.sleep(250)
     os._exit(0)
 """
     far(code)

@@ -125,7 +125,7 @@ def prints(folder: Path, name: str, header: str, questions: dict[str, str], incl
     subprocess.run(
         [*compilers()[0], "-w", "-I", str(include), "-o", str(folder / name), str(source)], check=True, timeout=60
     )
-    ran = subprocess.run([str(folder / name)], capture_output=True, text=True, check=True, timeout=10)
+    ran = subprocess.run([str(folder / name)], capture_output=True, text=True, check=True, timeout=60)
     return dict(line.rsplit(" ", 1) for line in ran.stdout.splitlines())
 
 

@@ -26,7 +26,7 @@ def under(library: Path, *argv: object, env: dict[str, str] | None = None) -> st
         env={**os.environ, "LD_PRELOAD": str(library), **(env or {})},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr

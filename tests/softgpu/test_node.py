@@ -30,7 +30,7 @@ def softgpu(*arguments: object, **options):
     if "input" not in options:
         options.setdefault("stdin", subprocess.DEVNULL)
     return subprocess.run(
-        [*LIMOSA, "softgpu", *map(str, arguments)], capture_output=True, text=True, timeout=30, check=False, **options
+        [*LIMOSA, "softgpu", *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False, **options
     )
 
 
@@ -74,7 +74,7 @@ def test_signals_reach_the_command(libraries, number):
         assert process.stdout is not None
         assert process.stdout.readline() == b"up\n"
         process.send_signal(number)
-        assert process.wait(20) == 33
+        assert process.wait(60) == 33
     finally:
         process.kill()
         process.communicate()
@@ -87,7 +87,7 @@ def test_the_command_may_die_of_a_closed_pipe(libraries):
         shell=True,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         check=False,
     )
     assert (ran.stdout, ran.stderr) == ("y\n", "")
@@ -188,7 +188,7 @@ def test_others_than_root_are_refused_with_words(libraries):
 
     # As in the program, but without what nobody may read here (a checkout in somebody's home).
     ran = subprocess.run(
-        ["cat", "/proc/self/status"], preexec_fn=drop, capture_output=True, text=True, timeout=10, check=True
+        ["cat", "/proc/self/status"], preexec_fn=drop, capture_output=True, text=True, timeout=60, check=True
     )
     assert "Uid:\t65534" in ran.stdout
     code = (
@@ -199,7 +199,7 @@ def test_others_than_root_are_refused_with_words(libraries):
         "try: node.enter(spec)\n"
         "except LimosaError as error: print(error.exit_code, error, error.hint)"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert ran.stdout.startswith("11 not permitted: ")
     assert "root" in ran.stdout
     assert "sudo" in ran.stdout
@@ -210,7 +210,7 @@ def test_root_without_a_capability_is_refused_with_words(libraries, capability):
     """As in a container."""
     drop = [f"--bounding-set=-{capability}", f"--inh-caps=-{capability}"]
     ran = subprocess.run(
-        ["setpriv", *drop, *LIMOSA, "softgpu", "--", "true"], capture_output=True, text=True, timeout=30, check=False
+        ["setpriv", *drop, *LIMOSA, "softgpu", "--", "true"], capture_output=True, text=True, timeout=60, check=False
     )
     assert ran.returncode == 11
     assert "SYS_ADMIN and MKNOD" in ran.stderr
@@ -295,7 +295,7 @@ def test_a_driver_of_the_machine_is_covered_in_the_node_alone(libraries, tmp_pat
         "    path = sys.argv[1] + '/lib/any-linux-gnu/' + name\n"
         "    assert os.path.samefile(path, build.SOFTGPU / 'libcuda.so.1'), path\n"
     )
-    subprocess.run([sys.executable, "-c", code, tmp_path], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", code, tmp_path], check=True, timeout=60)
     assert (folder / "libcuda.so.1").read_text() == "the real one"
     assert sorted(path.name for path in folder.iterdir()) == ["libcuda.so.1", "libcuda.so.580.1"]
 
@@ -403,7 +403,7 @@ def test_a_dev_that_is_odd(libraries, tmp_path):
         ["unshare", "-m", "sh", str(script)],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         check=False,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
@@ -431,7 +431,7 @@ def test_gpus_and_doctor_say_software_gpu(new_node):
 
 def test_programs_outside_see_no_software_gpu(libraries, node):
     code = "import pynvml\ntry: pynvml.nvmlInit(); print('driver')\nexcept pynvml.NVMLError as e: print('none')"
-    outside = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    outside = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert node.python(code).stdout == "driver\n"
     if not os.path.exists("/dev/nvidiactl"):
         assert outside.stdout == "none\n"
@@ -496,7 +496,7 @@ def test_a_job_of_one_node_is_none_of_anothers(new_node, job):
         [*LIMOSA, "checkpoint", str(process.pid), "--output", "image"],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         check=False,
     )
     assert outside.returncode in (12, 13)
@@ -513,8 +513,8 @@ def test_a_job_goes_on_on_another_node(new_node, job, tmp_path):
     first, second = new_node(memory="128MiB"), new_node(memory="128MiB")
     process, lines = job(first)
     checkpoint = first.popen([*LIMOSA, "checkpoint", process.pid, "--output", tmp_path / "image"])
-    assert process.wait(30) == -signal.SIGKILL
-    assert checkpoint.wait(30) == 0
+    assert process.wait(60) == -signal.SIGKILL
+    assert checkpoint.wait(60) == 0
     stood = len(lines(0))
     assert first.limosa("gpus", "-o", "json").json["gpus"][0]["memory_used"] == 4 << 20
     with second.switches.fill(0, 10 << 20):
@@ -551,8 +551,8 @@ def test_criu_dumps_and_restores_what_runs_in_a_node(node, tmp_path, runtime):
     goes_on()
     image = tmp_path / "image"
     checkpoint = node.popen([*LIMOSA, "checkpoint", job.pid, "--output", image])
-    assert job.wait(30) == -signal.SIGKILL  # reaped while limosa waits for that
-    assert checkpoint.wait(30) == 0
+    assert job.wait(60) == -signal.SIGKILL  # reaped while limosa waits for that
+    assert checkpoint.wait(60) == 0
     stood = ticks()
     node.limosa("restore", image)
     goes_on()

@@ -197,10 +197,17 @@ def test_calls_that_fail_on_purpose(new_node: Any) -> None:
 
 
 def test_what_starting_takes(new_node: Any) -> None:
-    job = Far(new_node(rates={"init_fixed": 0.15, "context_fixed": 0.2}))  # two GPUs
-    job("begin = time.monotonic(); ok(cu.cuInit(0)); middle = time.monotonic(); context(0); end = time.monotonic()")
-    assert 0.3 <= job("middle - begin") < 0.9
-    assert 0.2 <= job("end - middle") < 0.8
+    node = new_node(rates={"init_fixed": 0.15, "context_fixed": 0.2})  # two GPUs
+    took = [1e9, 1e9]
+    for _ in range(8):  # the quickest: whoever is held up only takes longer
+        job = Far(node)
+        job("begin = time.monotonic(); ok(cu.cuInit(0)); middle = time.monotonic(); context(0); end = time.monotonic()")
+        took = [min(pair) for pair in zip(took, job("[middle - begin, end - middle]"), strict=True)]
+        assert took[0] >= 0.3
+        assert took[1] >= 0.2
+        if took[0] < 0.9 and took[1] < 0.8:
+            return
+    raise AssertionError(took)
 
 
 def test_compute_modes(node: Any) -> None:

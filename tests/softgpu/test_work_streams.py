@@ -251,7 +251,7 @@ def test_a_lock_waits_for_submitted_work(job: Far, node: Any) -> None:
     assert controller.lock(job.pid, 200) == "NOT_READY"
     assert controller.state(job.pid) == "running"
     job("fill(s, a, 4)")
-    locking = controller.send(f"lock({job.pid}, 10000)")
+    locking = controller.send(f"lock({job.pid}, 60000)")
     time.sleep(0.2)
     assert not locking.done
     job("go(f)")
@@ -275,7 +275,7 @@ def test_a_blocked_synchronise_makes_a_lock_time_out(job: Far, node: Any) -> Non
     assert controller.lock(job.pid, 300) == "NOT_READY"
     job("go(f)")
     assert waiting.value()[1] == "SUCCESS"
-    assert controller.lock(job.pid, 5000) == "SUCCESS"
+    assert controller.lock(job.pid, 60000) == "SUCCESS"
     assert controller.unlock(job.pid) == "SUCCESS"
 
 
@@ -310,7 +310,7 @@ def test_what_a_locked_and_a_checkpointed_process_can_call(job: Far, node: Any) 
     def ask(calls: Any) -> dict[str, Any]:
         return {call: job.send(f"ok(cu.cuCtxSetCurrent(here)), said(cu.{call})") for call in calls}
 
-    assert controller.lock(job.pid, 5000) == "SUCCESS"
+    assert controller.lock(job.pid, 60000) == "SUCCESS"
     held = ask(HELD)
     assert {call: one.value()[1] for call, one in ask(AT_ONCE).items()} == dict.fromkeys(AT_ONCE, "SUCCESS")
     assert controller.checkpoint(job.pid) == "SUCCESS"

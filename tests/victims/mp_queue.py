@@ -32,7 +32,7 @@ def main(context):
     for _ in workers:
         inbox.put(None)
     for worker in workers:
-        worker.join(20)
+        worker.join(60)
         assert worker.exitcode == 0
 
 

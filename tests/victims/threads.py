@@ -42,5 +42,5 @@ with condition:
     stop = True
     condition.notify_all()
 os.write(idle_writer, b"x")
-sleeper.join(20)
+sleeper.join(60)
 assert not sleeper.is_alive()

@@ -56,7 +56,7 @@ def test_a_release_can_be_loaded_here(release: list[Path]) -> None:
         env={"LD_PRELOAD": str(shim), "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=60,
         check=True,
     )
     assert (ran.stdout, ran.stderr) == ("it runs\n", "")

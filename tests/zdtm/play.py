@@ -124,7 +124,7 @@ def _unmount(zdtm: Path) -> None:
     """What a test has mounted in its folder stays when it has ended."""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         if line.split()[4].startswith(f"{zdtm}/"):
-            subprocess.run(["umount", "-l", line.split()[4]], timeout=20, check=False)
+            subprocess.run(["umount", "-l", line.split()[4]], timeout=60, check=False)
 
 
 def both(zdtm: Path, test: Test, scratch: Path, generations: int) -> Result:
@@ -212,7 +212,7 @@ class _One:
 
     def gone(self, pids: list[int]) -> None:
         """Waits until the pids of what was written and ended are free."""
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while any(os.path.exists(f"/proc/{pid}") for pid in pids):
             if time.monotonic() > end:
                 raise Failed("lost", f"of its processes {pids} some are still there")
