@@ -388,7 +388,7 @@ for number in range(6000):
     time.sleep(0.01)
     if os.path.exists("talk") and not os.path.exists("talked"):
         near.sendall(b"hello")
-        far.settimeout(60)
+        far.settimeout(15)
         text = far.recv(5)
         with open("talked.new", "wb") as file:
             file.write(text)

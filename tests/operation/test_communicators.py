@@ -14,10 +14,10 @@ import pytest
 
 from limosa.errors import CannotBeMoved, TimedOutUndone
 from limosa.operation.communicators import closing
-from limosa.operation.communicators.meeting import Limit, Meeting, Said, counts, whole
+from limosa.operation.communicators.meeting import Limit, Meeting, Said, at_one_point, counts, whole
 from limosa.operation.journal import Member
 from limosa.operation.work import Clock
-from limosa.parking.answers import Comm, CommsLook, Counted, Hello
+from limosa.parking.answers import Comm, CommsLook, Counted, Hello, Want
 from limosa.parking.protocol import CommGate, Kind, Stand
 from limosa.parking.shim import ShimError
 from limosa.process.identity import Identity
@@ -189,6 +189,29 @@ def test_several_ranks_of_one_process_come_to_what_the_first_of_them_has_begun()
     assert second == []
     assert not meeting.settled(stand(3, 3, 3, 3, sent=1), 0)
     assert meeting.settled(stand(3, 3, 3, 3, sent=1, received=1), 0)
+    assert at_one_point(stand(3, 3, 3, 3, sent=1, received=1))
+    assert not at_one_point(stand(3, 3, 3, 3, sent=1))
+
+
+def test_of_several_ranks_the_one_that_is_next_to_it_wants_it() -> None:
+    """Rank 0 waits at the gate to send to rank 2 for the third time; rank 1 has never sent."""
+    look = CommsLook(CommGate.CUT, 0, 1)
+    comms = [Comm((7, 7), i + 1, 0, i, 3, i) for i in range(3)]
+    mine = Said(look, comms[:2], [Counted(1, 2, 0, 2)], [Want((7, 7), 3, Kind.SEND, 2, 1)])
+    meeting = Meeting(0)
+    for now in (0.0, 100.0):
+        limits = meeting.limits([mine, Said(look, comms[2:], [Counted(3, 0, 2, 0)])], now)
+    assert Limit((7, 7), Kind.SEND, 2, 3) in limits[0]
+    assert [limit for limit in limits[1] if limit.most == 3] == [Limit((7, 7), Kind.RECEIVE, 0, 3)]
+
+
+def test_what_was_sent_behind_the_meetings_back_is_not_closed(me: Identity) -> None:
+    """It lies in a buffer of NCCL's, which would go with the communicator."""
+    sender, receiver = Says(me, [of(0)]), Says(me, [Comm((7, 7), 1, 5, 1, 2, 0)])
+    sender.pairs, receiver.pairs = [Counted(1, 2, 0, 1)], [Counted(1, 0, 1, 0)]
+    with pytest.raises(CannotBeMoved, match="more than it was let"):
+        closing.close([rank(sender), rank(receiver)], Clock("move", timeout=250))
+    assert "shut" not in sender.asked + receiver.asked
 
 
 def test_who_says_that_he_is_rank_0_of_another_users_is_not_asked_for_its_id(

@@ -1,4 +1,4 @@
-"""The steady clock of a library that watches over communicators: it stands still while those are closed."""
+"""The steady clock of a library that watches over communicators: it all but stands still while those are closed."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def clock(tmp_path: Path) -> ctypes.CDLL:
     ]
     subprocess.run([*compilers()[0], *flags, f"-I{SHIM}", "-o", made, source, "-ldl"], check=True, timeout=60)
     library = ctypes.CDLL(str(made))
-    for name in (NOW, "reads", "waits"):
+    for name in (NOW, "reads", "waits", "expects"):
         getattr(library, name).restype = ctypes.c_int64
-    library.waits.argtypes = [ctypes.c_int64]
+    library.waits.argtypes = library.expects.argtypes = [ctypes.c_int64]
     library.goes_back.restype = ctypes.c_bool
     return library
 
@@ -67,7 +67,7 @@ def test_the_time_in_which_it_stood_is_left_out(clock: ctypes.CDLL) -> None:
     stood = clock.reads()
     clock.clock_stop()  # it stands already
     time.sleep(0.2)
-    assert clock.reads() == stood >= before
+    assert before <= stood < clock.reads() < stood + 0.01 * SECOND  # it creeps
     clock.clock_go()
     clock.clock_go()
     least, most = behind(clock)
@@ -110,12 +110,13 @@ def test_it_never_goes_back(clock: ctypes.CDLL) -> None:
     assert found == [False] * 3
 
 
-def test_a_wait_lasts_as_long_as_it_should(clock: ctypes.CDLL) -> None:
+@pytest.mark.parametrize("way", ["waits", "expects"])
+def test_a_wait_lasts_as_long_as_it_should(way: str, clock: ctypes.CDLL) -> None:
     clock.becomes_known()
     stops(clock, 1)
-    assert clock.waits(SECOND // 5) >= 0.19 * SECOND
+    assert 0.19 * SECOND <= getattr(clock, way)(SECOND // 5) < 60 * SECOND
     clock.clock_stop()
-    assert clock.waits(SECOND // 5) >= 0.19 * SECOND  # it sleeps so long, and sees then that the time has not come
+    assert getattr(clock, way)(SECOND // 5) >= 0.19 * SECOND  # the time may not have come then
     clock.clock_go()
 
 

@@ -32,7 +32,7 @@ pthread_cond_timedwait pthread_cond_wait pthread_condattr_init pthread_condattr_
 pthread_key_create pthread_mutex_init pthread_mutex_lock pthread_mutex_timedlock pthread_mutex_unlock pthread_once
 pthread_setcancelstate pthread_setspecific pthread_sigmask qsort read readdir realloc recv recvmsg sched_yield
 send sendmsg setrlimit setsockopt shutdown sigfillset snprintf socket strcmp strdup strlen strncmp strnlen strrchr
-strstr syscall
+dlerror strstr syscall
 """
 """What the shim asks of a C library, all of which musl has, too: it is looked up where musl is installed."""
 

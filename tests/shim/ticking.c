@@ -56,3 +56,14 @@ int64_t waits(int64_t nanoseconds)
     pthread_mutex_unlock(&mutex);
     return kernels() - begun;
 }
+
+/* The same as std::future::wait_for does. */
+int64_t expects(int64_t nanoseconds)
+{
+    int64_t begun = kernels(), moment = reads() + nanoseconds;
+    unsigned none = 0;
+
+    while (FUTEX_WAIT_UNTIL(NULL, &none, 0, true, moment / SECOND, moment % SECOND))
+        ;
+    return kernels() - begun;
+}

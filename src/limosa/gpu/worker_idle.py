@@ -46,7 +46,7 @@ ANSWER_SECONDS = 1.0
 TAKE, END = "take", "end"
 _MOST_BYTES, _MOST_NAMES, _MOST_GREETING = 1 << 20, 1_000, 100
 _WORD = "limosa-"
-_LOCK, _MADE = ".lock", ".new"
+_LOCK, _MADE = ".lock", "~"
 _END_ALL_SECONDS = 5.0
 _RIGHTS = ("Umask:", "Uid:", "Gid:", "Groups:", "Cap", "NoNewPrivs:", "Seccomp")
 _NAMESPACES = ("user", "pid", "mnt", "net", "ipc", "cgroup", "time")
@@ -159,7 +159,10 @@ def end_all(folder: Path) -> list[int]:
         for entry in itertools.islice(entries, _MOST_NAMES):
             if time.monotonic() > until:
                 break
-            if entry.name.endswith((_LOCK, _MADE)):
+            path, kind = os.path.splitext(entry.path)
+            if kind == _LOCK and not os.path.lexists(path):
+                _tidy(path)  # of one that was killed before it had its name
+            if kind == _LOCK or entry.name.endswith(_MADE):
                 continue
             connection, pid = _asked(entry.path, END, [])
             if connection is None:
@@ -195,6 +198,8 @@ def _tidy(path: str) -> None:
         guard = os.open(f"{path}{_LOCK}", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(guard), os.lstat(f"{path}{_LOCK}")):
+                return  # another one's by now
             for one in (path, f"{path}{_MADE}", f"{path}{_LOCK}"):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(one)

@@ -336,7 +336,6 @@ int32_t cut_rest(uint64_t milliseconds)
             return -ECANCELED;
         nanosleep(&(struct timespec){0, 50000}, NULL);
     }
-    clock_stop();
     int32_t result = CUDA_ERROR_NOT_READY;
     for (bool last = false; may_yet(result, now_ms() - begun) && !last;) {
         uint64_t spent = now_ms() - begun, left = milliseconds > spent ? milliseconds - spent : 1;
@@ -352,6 +351,8 @@ int32_t cut_rest(uint64_t milliseconds)
         if (result && serve_is_alone()) /* whoever comes next is to be answered */
             return -ECANCELED;
     }
+    if (!result)
+        clock_stop(); /* not before: what the device waits for may look at it */
     return result;
 }
 

@@ -242,7 +242,8 @@ void *find_driver(void)
 void *find_in(void *library, const char *symbol)
 {
     find_begin();
-    return ((dlsym_function *)shim_real_dlsym)(library, symbol); /* not the program's, so not ours */
+    /* Not the program's, so not ours. */
+    return shim_real_dlsym ? ((dlsym_function *)shim_real_dlsym)(library, symbol) : NULL;
 }
 
 void *find_in_driver(const char *symbol)

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from limosa.errors import CannotBeMoved, LimosaError, TimedOutUndone
 from limosa.ipc.packet import Deadline
-from limosa.operation.communicators.meeting import Id, Meeting, Said, whole
+from limosa.operation.communicators.meeting import Id, Meeting, Said, at_one_point, whole
 from limosa.operation.journal import Member
 from limosa.operation.parked.calls import together
 from limosa.operation.work import Clock
@@ -262,7 +262,10 @@ def close(ranks: Sequence[Rank], clock: Clock) -> None:
 
 def _close(ranks: Sequence[Rank], clock: Clock) -> None:
     _of_all(ranks, lambda rank: rank.shim.rest(clock.at_most(CLOSE_SECONDS)))
-    shared = between(_look(ranks))
+    saids = _look(ranks)
+    if not at_one_point(saids):  # what was sent and is not received yet would be lost with its communicator
+        raise CannotBeMoved(detail="a process with several ranks has sent or received more than it was let: try again")
+    shared = between(saids)
     for rank in ranks:
         if any(comm.captured for comm in rank.said.comms if comm.id in shared):
             text = f"process {rank.member.pid} has put operations of NCCL into a CUDA graph just now"

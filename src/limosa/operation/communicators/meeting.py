@@ -77,6 +77,20 @@ def counts(said: Said, of_several: Callable[[int, int], int] = min) -> dict[What
     return found
 
 
+def _who_wants(said: Said, want: Want) -> int:
+    """The rank of this process that wants it: of several the one that is next to it; -1 where there is none."""
+    counted = {(one.number, one.peer): one for one in said.counted}
+    nearest, found = -1, -1
+    for comm in said.comms:
+        if comm.id != want.id or comm.rank < 0:
+            continue
+        one = counted.get((comm.number, want.peer))
+        begun = 0 if one is None else one.received if want.kind is Kind.RECEIVE else one.sent
+        if nearest < begun < want.wanted:
+            nearest, found = begun, comm.rank
+    return found
+
+
 def whole(saids: Sequence[Said]) -> dict[Id, bool]:
     """Whether all ranks of a communicator are there, each once, for each that any process has."""
     ranks: dict[Id, list[int]] = {}
@@ -90,6 +104,13 @@ def whole(saids: Sequence[Said]) -> dict[Id, bool]:
 
 def _each_once(ranks: Sequence[int], n: int) -> bool:
     return sorted(rank for rank in ranks if rank >= 0) == list(range(n))
+
+
+def at_one_point(saids: Sequence[Said]) -> bool:
+    """Whether what one has begun the others have begun, too; of processes that do not go on."""
+    point = Meeting(0.0)
+    point.reach(saids)
+    return not point.any_behind(saids)
 
 
 class Meeting:
@@ -106,19 +127,16 @@ class Meeting:
         """Whether all stand at the same point, with no call under way."""
         if any(said.look.inside or any(comm.joining for comm in said.comms) for said in saids):
             return False
-        if any(self._behind(saids)):
+        if self.any_behind(saids):
             return False
         return now - self._quiet > ALONE or all(whole(saids).values())
 
     def limits(self, saids: Sequence[Said], now: float) -> list[list[Limit]]:
         """For each process what it may go on to that it has not been told yet."""
-        begun = [counts(said, max) for said in saids]
-        seen = [(said.look.inside, counts(said), most) for said, most in zip(saids, begun, strict=True)]
+        seen = [(said.look.inside, counts(said), counts(said, max)) for said in saids]
         if seen != self._seen:
             self._seen, self._since, self._quiet = seen, now, now
-        for most in begun:
-            for what, count in most.items():
-                self._reach(what, count)
+        self.reach(saids)
         if now - self._since > self._patience:
             self._since, self._patience = now, min(LONGEST_PATIENCE, 2 * self._patience)
             for what, count in self._wanted(saids):
@@ -134,6 +152,16 @@ class Meeting:
             for i, behind in enumerate(map(list, self._each_behind(saids)))
             for what in behind
         ]
+
+    def reach(self, saids: Sequence[Said]) -> None:
+        """What anybody has begun all have to come to."""
+        for said in saids:
+            for what, count in counts(said, max).items():
+                self._reach(what, count)
+
+    def any_behind(self, saids: Sequence[Said]) -> bool:
+        """Whether anybody has not come to all of that."""
+        return any(True for _ in self._behind(saids))
 
     def _reach(self, what: What, count: int) -> None:
         if self.targets.get(what, 0) < count:
@@ -171,9 +199,8 @@ class Meeting:
         late = [said for said, behind in zip(saids, self._each_behind(saids), strict=True) if any(True for _ in behind)]
         some = [said for said in late if said.wants] or saids
         for said in some:
-            ranks = {comm.id: comm.rank for comm in said.comms}
             for want in said.wants:
-                rank = ranks.get(want.id, -1)
+                rank = _who_wants(said, want)
                 if want.kind is not Kind.COLLECTIVE and rank < 0:
                     continue  # it is not made yet
                 if want.kind is Kind.SEND:
