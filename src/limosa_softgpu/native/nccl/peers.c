@@ -213,7 +213,8 @@ static ncclResult_t share(struct comm *comm, CUmemGenericAllocationHandle handle
 {
     struct member *own_member = &comm->shared->members[comm->rank];
     const char *off = getenv("NCCL_P2P_DISABLE");
-    bool exports = true, alone = true;
+    /* One that is by itself exports, too: the shim leaves such memory alone. */
+    bool exports = true, alone = comm->n > 1;
     int own = -1, on = -1;
     ncclResult_t result = ncclSuccess;
 
