@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from conformance.jobs import MIB, Controller, Job, lock_args
+from conformance.jobs import MIB, Controller, Job, Pending, lock_args
 
 JobIn = Callable[[str], Job]
 Another = Callable[[], Controller]
@@ -200,6 +200,23 @@ def big(start: Callable[..., Job]) -> Job:
     return job
 
 
+def begun(who: Controller, job: Job, step: str) -> tuple[Pending, bool]:
+    """A step that has just begun, and whether it was still in flight a moment later."""
+    assert who.lock(job.pid) == "SUCCESS"
+    if step == "restore":
+        assert who.checkpoint(job.pid) == "SUCCESS"
+    pending = who.begin(step.title(), job.pid, None)
+    time.sleep(0.02)
+    return pending, not pending.done()
+
+
+def runs_again(who: Controller, job: Job, step: str) -> None:
+    """Has a job run again that has such a step behind it."""
+    if step == "checkpoint":
+        assert who.restore(job.pid) == "SUCCESS"
+    assert who.unlock(job.pid) == "SUCCESS"
+
+
 @pytest.mark.parametrize("step", ["checkpoint", "restore"])
 @pytest.mark.parametrize("asks", ["same-controller", "another-controller"])
 def test_a_state_query_waits_for_a_step_in_flight(
@@ -209,20 +226,13 @@ def test_a_state_query_waits_for_a_step_in_flight(
     asking = controller if asks == "same-controller" else another_controller()
     assert asking.state(job.pid) == "RUNNING"
     for _ in range(TRIES):
-        assert controller.lock(job.pid) == "SUCCESS"
-        if step == "restore":
-            assert controller.checkpoint(job.pid) == "SUCCESS"
-        pending = controller.begin(step.title(), job.pid, None)
-        time.sleep(0.02)
-        in_flight = not pending.done()
+        pending, in_flight = begun(controller, job, step)
         state = asking.state(job.pid)
         assert state == {"checkpoint": "CHECKPOINTED", "restore": "LOCKED"}[step]
         assert pending.result(60) == "SUCCESS"
         if in_flight:
             return
-        if step == "checkpoint":
-            assert controller.restore(job.pid) == "SUCCESS"
-        assert controller.unlock(job.pid) == "SUCCESS"
+        runs_again(controller, job, step)
     raise AssertionError(f"the {step} was over before it could be asked about")
 
 
@@ -233,18 +243,11 @@ def test_a_controller_that_dies_in_the_middle_does_not_stop_the_driver(
     job = big(start)
     for _ in range(TRIES):
         dying = another_controller()
-        assert dying.lock(job.pid) == "SUCCESS"
-        if step == "restore":
-            assert dying.checkpoint(job.pid) == "SUCCESS"
-        pending = dying.begin(step.title(), job.pid, None)
-        time.sleep(0.02)
-        in_flight = not pending.done()
+        _, in_flight = begun(dying, job, step)
         dying.kill()
         follows = {"checkpoint": "CHECKPOINTED", "restore": "LOCKED"}[step]
         assert controller.wait_state(job.pid, follows, 60) == follows
-        if step == "checkpoint":
-            assert controller.restore(job.pid) == "SUCCESS"
-        assert controller.unlock(job.pid) == "SUCCESS"
+        runs_again(controller, job, step)
         assert job.read(job.memory + BIG - 64, 64) == b"\x5a" * 64
         if in_flight:
             return
