@@ -55,7 +55,8 @@ def start_ranks() -> int:
     ranks = []
     for n in map(str, range(RANKS)):
         env = {**os.environ, "RANK": n, "LOCAL_RANK": n}
-        ranks.append(subprocess.Popen([sys.executable, *sys.argv], env=env, stdin=subprocess.DEVNULL))
+        command = [sys.executable, *sys.argv]
+        ranks.append(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True))
     while all(rank.poll() is None for rank in ranks):
         time.sleep(0.05)
     if any(rank.poll() for rank in ranks):

@@ -19,7 +19,7 @@ from limosa import gpu, job, start
 from limosa.errors import LimosaError, UsageError
 from limosa.process.identity import Identity, read_stat
 from limosa.process.launch import launch
-from limosa.process.tree import snapshot
+from limosa.process.tree import descendants, snapshot
 
 PROGRAMS = {"torch": "train.py", "numpy": "train.py", "cuda": "compute.py"}
 _START_SECONDS = 180.0  # importing PyTorch from a cold network disk takes a minute and more
@@ -113,7 +113,7 @@ class Training:
         options += ["--steps", str(steps), "--pace", str(pace)]
         env = {**_environment(), **({"CUDA_VISIBLE_DEVICES": visible} if visible else {})}
         self.root: Identity = self._start(stack, options, env)
-        self._session = self.root.pid  # a restored one has the same
+        self._sessions = {self.root.pid}  # restored ones have the same; torchrun gives each rank one of its own
         self._codes: dict[int, int] = {}
         self._closing = threading.Event()
         self._reaper = threading.Thread(target=self._reap, daemon=True)
@@ -128,7 +128,7 @@ class Training:
 
     def __exit__(self, *_: object) -> None:
         for _attempt in range(100):
-            left = [stat.pid for stat in snapshot().values() if stat.sid == self._session]
+            left = self._processes()
             for pid in left:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
@@ -148,7 +148,7 @@ class Training:
             for pid in _children():
                 with contextlib.suppress(OSError, LimosaError):
                     stat = read_stat(pid)
-                    if stat.sid == self._session and stat.ended:
+                    if stat.sid in self._sessions and stat.ended:
                         self._codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
     def restored(self, pid: int) -> None:
@@ -158,9 +158,16 @@ class Training:
 
     def gpus(self) -> dict[int, list[str]]:
         """The GPUs that each process holds memory on, by NVML: pid → uuids."""
-        mine, there = [stat.pid for stat in snapshot().values() if stat.sid == self._session], gpu.inventory().gpus
-        found = {pid: [one.uuid for one in there if one.holds(pid)] for pid in mine}
+        there = gpu.inventory().gpus
+        found = {pid: [one.uuid for one in there if one.holds(pid)] for pid in self._processes()}
         return {pid: on for pid, on in found.items() if on}
+
+    def _processes(self) -> list[int]:
+        """Pids of the job's processes, those among them whose parent has ended."""
+        there = snapshot()
+        below = descendants(self.root.pid, there) if self.root.alive() else []
+        self._sessions |= {there[pid].sid for pid in below if pid in there}
+        return [stat.pid for stat in there.values() if stat.sid in self._sessions]
 
     def lines(self) -> list[list[str]]:
         """Step, loss (hex float; of several ranks: all of theirs) and time stamp of each finished step.
