@@ -25,6 +25,7 @@ import msgspec
 from limosa import start
 from limosa.containers import calls, grpc
 from limosa.containers.containerd_api import OPTIONS, Api, Layer, Record, address
+from limosa.containers.containerd_leftovers import Leftovers
 from limosa.containers.protobuf import Malformed, Message, message
 from limosa.containers.runc import Spec, joined_namespaces, network_of, write_by_runc
 from limosa.containers.runtime import (
@@ -37,13 +38,12 @@ from limosa.containers.runtime import (
     criu_said_in,
 )
 from limosa.containers.state import State, namespace_of, states
-from limosa.errors import CannotBeMoved, FailedUndone, LimosaError
+from limosa.errors import CannotBeMoved, FailedUndone
 from limosa.image import ContainerRecord
-from limosa.process.criu.lent import kept_places, was_lent
+from limosa.process.criu.lent import kept_places
 from limosa.process.criu.stats import DumpStats, restore_stats
-from limosa.process.identity import Handle, Identity
+from limosa.process.identity import Identity
 from limosa.process.openat import closing, open_in
-from limosa.process.slurp import head
 from limosa.structs import ready
 
 DIFF, MADE_OF = "rootfs-diff.tar", "containerd.json"
@@ -60,8 +60,6 @@ _OF_RUNC = (1, 2, 3, 4, 5, 7, 9)  # those of a task that a restored one has as w
 _PID, _STDOUT, _STDERR, _TERMINAL = 3, 6, 7, 8  # types.Process
 _MOST_BYTES = 8 << 20
 _KILL_SECONDS = 60.0
-_SHIM_SECONDS = 10.0
-_QUIET_SECONDS = 2.0  # a shim that containerd was asked for begins within
 _RESTORE_SECONDS = 3600.0
 _OLD_SECONDS = 24 * 3600.0
 _TICK = 0.05
@@ -282,7 +280,7 @@ class Containerd(Runtime):
             api = self._api(made.namespace)
             record = api.container(made.id)
             if record is not None and record.labels.get(_RESTORED_BY) == made.operation:
-                _end(api, record, made.operation)
+                _end(api, record, self, made.operation)
             api.end_lease(made.lease)  # and with it what nothing else keeps
 
     def remove(self, id_: str, on_start: Callable[[Identity], None] = calls.nobody) -> None:
@@ -292,18 +290,19 @@ class Containerd(Runtime):
             api = self._api(namespace) if namespace else None
             record = api.container(named.id if named is not None else id_) if api is not None else None
             if api is not None and record is not None:
-                _end(api, record)
+                _end(api, record, self)
 
     def word_of(self, contained: Contained) -> str:
         return f"{contained.namespace}/{contained.id}"
 
 
-def _end(api: Api, record: Record, operation: str = "") -> None:
+def _end(api: Api, record: Record, runtime: Containerd, operation: str = "") -> None:
     """End a container's task, and take its record and its root file system away.
 
     Args:
         api: of its namespace.
         record: containerd's.
+        runtime: whose runc it is.
         operation: which was restoring it, where it did not come to its end.
     """
     end, known = time.monotonic() + _KILL_SECONDS, True
@@ -320,55 +319,13 @@ def _end(api: Api, record: Record, operation: str = "") -> None:
             if time.monotonic() > end:
                 raise
         time.sleep(_TICK)
-    _see_off_shim(api.namespace, record.id, operation if not known else "")
+    Leftovers(api.namespace, record.id, operation if not known else "").see_off(runtime.program, runtime.configured)
     api.forget(record.id)
     if record.snapshot:
         api.remove_snapshot(record.snapshotter, record.snapshot)
     for place in kept_places("shims"):
         with contextlib.suppress(OSError):
             (place / _called(api, record.id)).unlink()
-
-
-def _see_off_shim(namespace: str, id_: str, operation: str) -> None:
-    """Wait until nobody works on a container that containerd itself does not know any more.
-
-    A shim may still begin, by a request whose asker has died, and containerd never ends that one; or containerd may be
-    clearing up after a shim that has died, by another one. A new container of that id would be started by the old shim,
-    with the CRIU that was lent to that; or it would find runc's note of the old one.
-
-    Args:
-        namespace: containerd's.
-        id_: the container's.
-        operation: whose shims are to be ended; "" where containerd does that.
-    """
-    now = time.monotonic()
-    end, seen, quiet = now + _SHIM_SECONDS, now, _QUIET_SECONDS if operation else 0.0
-    while now < end:
-        shims = list(_shims(namespace, id_))
-        for pid in shims if operation else []:
-            _end_shim(pid, operation)
-        if shims or any(s.id == id_ and namespace_of(s) == namespace for s in states()):
-            seen = now
-        elif now - seen >= quiet:
-            return
-        time.sleep(_TICK)
-        now = time.monotonic()
-
-
-def _shims(namespace: str, id_: str) -> Iterator[int]:
-    """The processes of root's that are shims started for a container."""
-    wanted = {b"-namespace", os.fsencode(namespace), b"-id", os.fsencode(id_)}
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            if os.stat(f"/proc/{pid}").st_uid == 0 and wanted <= set(head(f"/proc/{pid}/cmdline", 4096).split(b"\0")):
-                yield int(pid)
-
-
-def _end_shim(pid: int, operation: str) -> None:
-    """End a shim, if it has the CRIU on its PATH that was lent to that operation."""
-    with contextlib.suppress(OSError, LimosaError), Handle(Identity.of(pid)) as handle:
-        if was_lent(pid, operation):
-            handle.signal(_SIGKILL)
 
 
 # --- what stands against it -----------------------------------------------------------------------------------
