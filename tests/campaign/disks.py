@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import stat
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 
@@ -26,9 +27,7 @@ def small_disk(folder: Path, size: int, *, full: bool = False) -> Callable[[], N
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size},mode=1777", "tmpfs", str(folder)], check=True)
     for path in sorted(beside.iterdir()):
         if not path.name.startswith("image-"):
-            shutil.copytree(path, folder / path.name, symlinks=True) if path.is_dir() else shutil.copy2(
-                path, folder / path.name
-            )
+            _copy(path, folder / path.name) if path.is_dir() else shutil.copy2(path, folder / path.name)
     if full:
         with contextlib.suppress(OSError), open(folder / "filling", "wb", buffering=0) as file:
             while True:
@@ -40,7 +39,7 @@ def small_disk(folder: Path, size: int, *, full: bool = False) -> Callable[[], N
             os.unlink(folder / "filling")
         told = folder.with_name(folder.name + "-told")
         shutil.rmtree(told, ignore_errors=True)
-        shutil.copytree(folder, told, symlinks=True)
+        _copy(folder, told)
         subprocess.run(["umount", str(folder)], check=True)
         for path in beside.iterdir():
             if path.name.startswith("image-") and not (told / path.name).exists():
@@ -48,6 +47,23 @@ def small_disk(folder: Path, size: int, *, full: bool = False) -> Callable[[], N
         for path in told.iterdir():
             os.rename(path, folder / path.name)
         shutil.rmtree(told)
+        for path in _sockets_below(beside):
+            with contextlib.suppress(OSError):  # the folder that it was in has gone
+                os.rename(path, folder / path.relative_to(beside))
         shutil.rmtree(beside, ignore_errors=True)
 
     return undo
+
+
+def _copy(folder: Path, to: Path) -> None:
+    """All but sockets: a worker that waits cannot be copied."""
+    shutil.copytree(folder, to, symlinks=True, ignore=_sockets)
+
+
+def _sockets(folder: str, names: Sequence[str]) -> list[str]:
+    return [name for name in names if stat.S_ISSOCK(os.lstat(os.path.join(folder, name)).st_mode)]
+
+
+def _sockets_below(folder: Path) -> Iterator[Path]:
+    for place, _, names in os.walk(folder):
+        yield from (Path(place, name) for name in _sockets(place, names))

@@ -95,14 +95,19 @@ class Ranks:
         path = self.folder / "verdict"
         return path.read_text() if path.exists() else ""
 
-    def finish(self) -> None:
-        """Has it end, and compares what its ranks have computed with the twin's."""
-        assert self.open() == [True] * self.n
+    def is_to_end(self) -> int:
+        """Has it end after a step that no rank has begun; which one."""
         large = int(self.options[self.options.index("--elements") + 1]) >= LARGE
         last = max(self.steps()) + (AHEAD_LARGE if large else AHEAD)
         new = self.folder / "until.new"
         new.write_text(str(last))
         new.rename(self.folder / "until")
+        return last
+
+    def finish(self) -> None:
+        """Has it end, and compares what its ranks have computed with the twin's."""
+        assert self.open() == [True] * self.n
+        last = self.is_to_end()
         self.until(lambda: self.verdict() != "", "end", 120)
         assert self.verdict() == "right", f"{self.verdict()}: {self.words()}"
         assert self.steps() == [last] * len(self.files())

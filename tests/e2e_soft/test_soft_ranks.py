@@ -373,7 +373,7 @@ def test_a_rank_that_exits_well_while_it_is_being_stopped(two: Any, linger: int)
     job = Ranks(two, "--abort", "--linger", linger)
     rule = two.switches.add(f"function=ncclAllReduce caller={job.pids[1]} hang")
     waits_for(two, lambda: two.switches.count(rule) > 0)
-    (job.folder / "until").write_text("1")
+    (job.folder / "until").write_text("1")  # both are in the same step
     process = two.later("move", job.pid, *SWAP)
     two.reaches(process, "communicators begin")
     two.switches.remove(rule)
@@ -391,8 +391,10 @@ def test_a_rank_that_ends_its_communicators_before_the_others_is_said_to_be_one_
     """Its peers have a communicator then with a rank that there is no more. Nothing is touched, and all end well."""
     job = Ranks(two)
     rule = two.switches.add(f"function=ncclCommDestroy caller={job.pids[1]} hang")
-    (job.folder / "until").write_text("1")
-    waits_for(two, lambda: two.switches.count(rule) > 0)
+    ends = two.switches.add(f"function=ncclCommDestroy caller={job.pids[0]} delay=0")
+    job.is_to_end()
+    # One is in its first, which is its own; the other in that of their common one.
+    waits_for(two, lambda: two.switches.count(rule) > 0 and two.switches.count(ends) > 1)
     reasons = two.says(13, "", "move", job.pid, *SWAP)["error"]["reasons"]
     (reason,) = [reason for reason in reasons if reason["id"] == "nccl-ranks"]
     assert reason["hint"].endswith("; if its ranks are just ending, let them")

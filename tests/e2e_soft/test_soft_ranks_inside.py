@@ -50,28 +50,53 @@ class Job:
         waits_for(self.node, lambda: has_ended(self.pid))
         assert (self.folder / "ended").exists()
 
-    def does(self, *words: object) -> dict[str, Any]:
-        """Does a verb, whose gate may close between the launches of a group: then all go on, and it is done again."""
-        for _ in range(3):
-            answer = self.node.limosa(words[0], self.pid, *words[1:], "-o", "json", rc=None)
-            if answer.rc != 18:
-                break
-            self.goes_on()
-        return self.node.judge(answer, 0, "")
 
+@pytest.mark.parametrize("options", [[], ["--threads"]], ids=["group", "threads"])
+@pytest.mark.parametrize("elements", [SMALL, LARGE], ids=["driver", "parked"])
+def test_ranks_of_one_process_change_gpus_and_their_sums_stay_right(
+    soft: Callable[..., Any], elements: int, options: list[str]
+) -> None:
+    """They use each other's memory as it is. Nothing is closed, but they stop at the same sum.
 
-@pytest.mark.parametrize("way", ["driver", "parked"])
-def test_ranks_of_one_process_change_gpus_and_their_sums_stay_right(soft: Callable[..., Any], way: str) -> None:
-    """They use each other's memory as it is, so nothing is imported; nothing is closed, and nothing is made again."""
+    Without that the gate closes between two launches, and one GPU waits for the other one until the time is up.
+    """
     node = soft(gpus=2, memory="512MiB")
-    job = Job(node, 2, 1, SMALL if way == "driver" else LARGE, under=way == "parked")
-    for _ in range(2):
-        assert job.does("move", *SWAP)["way"] == way
+    job = Job(node, 2, 1, elements, *options)
+    for _ in range(3):
+        assert "nccl-meet" in node.says(0, "", "move", job.pid, *SWAP)["timings"]
         assert job.gpus() == [0, 1]
         job.goes_on()
-    assert job.does("suspend")["way"] == way
+    assert "bring its ranks to the same call" in node.limosa("plan", "suspend", job.pid).stdout
+    node.says(0, "", "suspend", job.pid)
     assert job.gpus() == []
-    job.does("resume", *SWAP)
+    node.says(0, "", "resume", job.pid, *SWAP)
+    job.goes_on()
+    node.says(0, "", "checkpoint", job.pid, "--output", node.place / "image")
+    waits_for(node, lambda: has_ended(job.pid))
+    assert node.says(0, "", "restore", node.place / "image", *SWAP)["pid"] == job.pid
+    job.goes_on()
+    job.end()
+
+
+def test_ranks_that_the_shim_does_not_look_after_are_moved_by_the_driver(soft: Callable[..., Any]) -> None:
+    node = soft(gpus=2, memory="512MiB")
+    job = Job(node, 2, 1, SMALL, under=False)
+    assert node.says(0, "", "move", job.pid, *SWAP)["way"] == "driver"
+    job.goes_on()
+    job.end()
+
+
+@pytest.mark.parametrize("step", ["communicators begin", "lock done", "unlock done"])
+def test_limosa_is_killed_while_they_stand_still(soft: Callable[..., Any], step: str) -> None:
+    """``recover`` has them go on."""
+    node = soft(gpus=2, memory="512MiB")
+    job = Job(node, 2, 1, SMALL, "--threads")
+    limosa = node.later("move", job.pid, *SWAP, halts=step)
+    node.reaches(limosa, step)
+    node.kill("limosa", limosa)
+    assert [one["exit_code"] for one in node.limosa("recover", "-o", "json").json["recovered"]] == [0]
+    job.goes_on()
+    node.says(0, "", "move", job.pid, *SWAP)
     job.goes_on()
     job.end()
 

@@ -78,6 +78,7 @@ class Prepared(msgspec.Struct, kw_only=True):
             processes=len(self.tree),
             output=self.output,
             communicators=self.comms.n,
+            within=self.comms.within,
             container=self.box.container.called if self.box is not None else "",
             log_goes=self.box is not None and self.box.contained.log_goes,
         )

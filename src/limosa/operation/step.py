@@ -45,6 +45,7 @@ class Shape(msgspec.Struct, kw_only=True, frozen=True):
     output: str = ""  # the image's folder, as it was named
     files: Sequence[tuple[str, int]] = ()  # names of files that a restore cuts back, each with its size
     communicators: int = 0  # of NCCL's, between the job's processes
+    within: bool = False  # whether one of them has several ranks of a communicator
     verify: bool = True  # whether a restore compares every hash first
     container: str = ""  # which one the job is, where an image is written or read: podman:train
     log_goes: bool = False  # whether what its runtime keeps of its output goes with it
@@ -107,6 +108,11 @@ class Op:
     def ranks(self) -> list[Member]:
         """Those that may have communicators to be closed, or to be made again."""
         return self.members
+
+    @property
+    def meets(self) -> bool:
+        """Whether ranks may have to stop at the same call, or may have been stopped."""
+        return bool(self.ranks)
 
     @property
     def closed(self) -> bool:

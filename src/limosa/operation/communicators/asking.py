@@ -10,7 +10,7 @@ import msgspec
 from limosa import gpu
 from limosa.errors import LimosaError, Reason
 from limosa.operation.communicators import peers
-from limosa.operation.communicators.closing import between
+from limosa.operation.communicators.closing import between, within
 from limosa.operation.communicators.meeting import Id, Said, whole
 from limosa.operation.journal import Member
 from limosa.parking.answers import Comm
@@ -36,6 +36,7 @@ class Communicators(msgspec.Struct):
     reasons: list[Reason] = []  # what stands against closing them
     told: set[int] = set()  # the processes whose shim has told its communicators, be there any
     pids: set[int] = set()  # the processes that have some: what they share with each other goes with them
+    within: bool = False  # whether one of them has several ranks of a communicator
     closed: bool = False  # whether Limosa has closed some, and not made them again
     ranks: dict[int, list[Rank]] = {}  # by pid, also of those that are within one process; the largest first
 
@@ -66,6 +67,7 @@ def _add(found: Communicators, elsewhere: dict[int, Comm], saids: Sequence[tuple
     """Adds what the processes of one user say."""
     shared, has = between([said for _, said in saids]), whole([said for _, said in saids])
     found.n += len(shared)
+    found.within = found.within or within([said for _, said in saids])
     for member, said in saids:
         against: dict[str, list[Reason]] = {}
         for comm in said.comms:

@@ -71,6 +71,14 @@ def between(saids: Sequence[Said]) -> set[Id]:
     return found
 
 
+def within(saids: Sequence[Said]) -> bool:
+    """Whether a process has several ranks of one communicator.
+
+    Between their launches its gate would find a GPU that waits for the other one.
+    """
+    return any(len({comm.id for comm in said.comms}) < len(said.comms) for said in saids)
+
+
 def ranks_of(members: Sequence[Member], connected: Mapping[int, Shim] = MappingProxyType({})) -> list[Rank]:
     """Connects to the processes that have communicators, but for those connected to; :func:`leave` closes connections.
 
@@ -251,7 +259,7 @@ def _no_meeting(ranks: Sequence[Rank], meeting: Meeting, saids: Sequence[Said], 
 
 
 def close(ranks: Sequence[Rank], clock: Clock) -> None:
-    """Closes what lies between processes, in all ranks at once.
+    """Closes what lies between processes, in all ranks at once. What lies within one stays as it is.
 
     The ranks stand at the same point. All work on all of their GPUs is done first: what one has sent may still be read
     from its memory by another.
@@ -266,6 +274,8 @@ def _close(ranks: Sequence[Rank], clock: Clock) -> None:
     if not at_one_point(saids):  # what was sent and is not received yet would be lost with its communicator
         raise CannotBeMoved(detail="a process with several ranks has sent or received more than it was let: try again")
     shared = between(saids)
+    if not shared:
+        return
     for rank in ranks:
         if any(comm.captured for comm in rank.said.comms if comm.id in shared):
             text = f"process {rank.member.pid} has put operations of NCCL into a CUDA graph just now"

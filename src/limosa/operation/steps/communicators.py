@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 from limosa.errors import LimosaError
 from limosa.gpu import State
 from limosa.operation.communicators import closing
+from limosa.operation.communicators.meeting import Said
 from limosa.operation.journal import Noted, Phase
 from limosa.operation.parked import recovering
 from limosa.operation.step import NOTHING, Finished, Left, Op, Shape, Step, free, unsaid
@@ -23,7 +25,7 @@ class _OfRanks(Step[OnGpus], abstract=True):
     left = "undone: the communicators are made again"
 
     def applies(self, op: OnGpus) -> bool:
-        return len(op.ranks) > 1
+        return op.meets
 
     def undo(self, op: OnGpus) -> None:
         """The communicators are made again, and all ranks go on."""
@@ -43,13 +45,15 @@ class WayBackOfCommunicators(_OfRanks):
 
 
 class CloseCommunicators(_OfRanks):
-    """All ranks stop at the same call of every communicator. Then it is closed; the job's handles stay valid."""
+    """All ranks stop at the same call of every communicator. Those between processes are closed; handles stay valid."""
 
     name, still, tells, stops = "nccl-close", True, "closing communicators", True
 
     def words(self, shape: Shape) -> str:
-        if not shape.communicators or not shape.awake:
+        if not shape.awake:
             return ""
+        if not shape.communicators:
+            return "bring its ranks to the same call of NCCL" if shape.within else ""
         n = shape.communicators
         return f"close {n} NCCL communicator{'s' if n > 1 else ''} between its processes, at the same call of each"
 
@@ -60,7 +64,7 @@ class CloseCommunicators(_OfRanks):
         work = op.work
         ranks = closing.ranks_of(op.ranks, op.shims)
         try:
-            groups = [g for g in closing.apart(ranks) if closing.between([rank.said for rank in g])]
+            groups = [group for group in closing.apart(ranks) if _meets([rank.said for rank in group])]
             if not groups:
                 return
             work.note(Noted.COMMUNICATORS, Phase.BEGIN)
@@ -77,6 +81,10 @@ class CloseCommunicators(_OfRanks):
             closing.back([member for member in left.alive if member.was != State.CHECKPOINTED])
 
 
+def _meets(saids: Sequence[Said]) -> bool:
+    return bool(closing.between(saids)) or closing.within(saids)
+
+
 class JoinCommunicators(Step[Op]):
     """The communicators are made again with new connections, and the ranks go on."""
 
@@ -84,7 +92,7 @@ class JoinCommunicators(Step[Op]):
     left = "finished: the communicators are made again"
 
     def applies(self, op: Op) -> bool:
-        return len(op.ranks) > 1
+        return op.meets
 
     def words(self, shape: Shape) -> str:
         return "make the communicators again" if shape.communicators else ""

@@ -58,6 +58,11 @@ class OnGpus(Op):
         return self.members if self.verb.takes_back else self.awake
 
     @property
+    def meets(self) -> bool:
+        """One that goes was asked before; of one that was taken away nobody knows it but its shim."""
+        return len(self.ranks) > 1 or self.verb.takes_back or any(p.comms.within for p in self.prepared)
+
+    @property
     def closed(self) -> bool:
         return self.met or self.verb.takes_back
 
