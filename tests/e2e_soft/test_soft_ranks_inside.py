@@ -51,7 +51,7 @@ class Job:
         assert (self.folder / "ended").exists()
 
 
-@pytest.mark.parametrize("options", [[], ["--threads"]], ids=["group", "threads"])
+@pytest.mark.parametrize("options", [["--ring"], ["--threads", "--ring"]], ids=["group", "threads"])
 @pytest.mark.parametrize("elements", [SMALL, LARGE], ids=["driver", "parked"])
 def test_ranks_of_one_process_change_gpus_and_their_sums_stay_right(
     soft: Callable[..., Any], elements: int, options: list[str]
@@ -101,7 +101,9 @@ def test_limosa_is_killed_while_they_stand_still(soft: Callable[..., Any], step:
     job.end()
 
 
-@pytest.mark.parametrize("options", [[], ["--threads"]], ids=["group", "threads"])
+@pytest.mark.parametrize(
+    "options", [["--ring"], ["--threads"], ["--threads", "--ring"]], ids=["group", "threads", "ring"]
+)
 def test_two_processes_of_two_ranks_change_gpus(soft: Callable[..., Any], options: list[str]) -> None:
     """What is between them is closed. The ranks of a process are made again together."""
     node = soft(gpus=4, memory="256MiB")

@@ -180,12 +180,12 @@ def test_several_ranks_of_one_process_come_to_what_the_first_of_them_has_begun()
 
     meeting = Meeting(0)
     first, second = meeting.limits(stand(3, 2, 2, 2), 0)
-    assert first == second == [Limit((7, 7), Kind.COLLECTIVE, 0, 3)]
+    assert first == second == [Limit((7, 7), Kind.COLLECTIVE, -1, 0, 3)]
     assert not meeting.settled(stand(3, 2, 3, 3), 0)
     assert not any(meeting.limits(stand(3, 3, 3, 3), 0))
     assert meeting.settled(stand(3, 3, 3, 3), 0)
     (first, second) = meeting.limits(stand(3, 3, 3, 3, sent=1), 0)
-    assert sorted(first) == [Limit((7, 7), Kind.SEND, 1, 1), Limit((7, 7), Kind.RECEIVE, 0, 1)]
+    assert sorted(first) == [Limit((7, 7), Kind.SEND, 0, 1, 1), Limit((7, 7), Kind.RECEIVE, 1, 0, 1)]
     assert second == []
     assert not meeting.settled(stand(3, 3, 3, 3, sent=1), 0)
     assert meeting.settled(stand(3, 3, 3, 3, sent=1, received=1), 0)
@@ -193,16 +193,17 @@ def test_several_ranks_of_one_process_come_to_what_the_first_of_them_has_begun()
     assert not at_one_point(stand(3, 3, 3, 3, sent=1))
 
 
-def test_of_several_ranks_the_one_that_is_next_to_it_wants_it() -> None:
-    """Rank 0 waits at the gate to send to rank 2 for the third time; rank 1 has never sent."""
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_several_ranks_the_one_that_wants_it_is_let_on_and_no_other(rank: int) -> None:
+    """Rank 0 has sent to rank 2 twice, rank 1 never; one of them waits at the gate to do so for the third time."""
     look = CommsLook(CommGate.CUT, 0, 1)
     comms = [Comm((7, 7), i + 1, 0, i, 3, i) for i in range(3)]
-    mine = Said(look, comms[:2], [Counted(1, 2, 0, 2)], [Want((7, 7), 3, Kind.SEND, 2, 1)])
+    mine = Said(look, comms[:2], [Counted(1, 2, 0, 2)], [Want((7, 7), 3, Kind.SEND, 2, 1, rank)])
     meeting = Meeting(0)
     for now in (0.0, 100.0):
         limits = meeting.limits([mine, Said(look, comms[2:], [Counted(3, 0, 2, 0)])], now)
-    assert Limit((7, 7), Kind.SEND, 2, 3) in limits[0]
-    assert [limit for limit in limits[1] if limit.most == 3] == [Limit((7, 7), Kind.RECEIVE, 0, 3)]
+    assert [limit for limit in limits[0] if limit.most == 3] == [Limit((7, 7), Kind.SEND, rank, 2, 3)]
+    assert [limit for limit in limits[1] if limit.most == 3] == [Limit((7, 7), Kind.RECEIVE, -1, rank, 3)]
 
 
 def test_what_was_sent_behind_the_meetings_back_is_not_closed(me: Identity) -> None:

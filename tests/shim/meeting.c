@@ -106,5 +106,5 @@ uint64_t rank_look(struct comm_record *comms, size_t *n_comms, uint64_t *pairs, 
 
 void rank_limit(uint64_t id, uint32_t kind, uint32_t peer, uint64_t most)
 {
-    comms_limit((struct comm_id){id, 0}, kind, peer, most);
+    comms_limit((struct comm_id){id, 0}, kind, -1, peer, most);
 }

@@ -1,10 +1,10 @@
 """Several ranks in one process: they sum up in groups, and the program says whether the sums are right.
 
-    nccl_inside.py FOLDER RANKS PROCESSES ELEMENTS [--threads]
+    nccl_inside.py FOLDER RANKS PROCESSES ELEMENTS [--threads] [--ring]
 
 Each process has as many ranks. One makes its communicators by ncclCommInitAll, several by ncclCommInitRank in a group.
 With --threads each rank has a thread of its own instead, calls ncclCommInitRank by itself, and those with odd numbers
-come late to every sum.
+come late to every sum. With --ring each rank also sends what it has to the next one.
 
 FOLDER/steps gets a line for each step whose sums were right. FOLDER/end ends it, and FOLDER/ended is there then. A
 wrong sum ends it with 3.
@@ -42,7 +42,8 @@ class Rank:
     def __init__(self, number: int, elements: int):
         nccl.device(number)
         self.number, self.stream, self.comm = number, nccl.stream(), ctypes.c_void_p()
-        self.own, self.sums, self.bytes = nccl.memory(4 * elements), nccl.memory(4 * elements), 4 * elements
+        self.own, self.sums, self.came = (nccl.memory(4 * elements) for _ in range(3))
+        self.bytes = 4 * elements
 
     def join(self, ranks: int, unique: bytes) -> None:
         nccl.device(self.number)
@@ -53,6 +54,14 @@ class Rank:
         time.sleep(late * (self.number % 2))
         words = self.own, self.sums, self.bytes // 4, nccl.TYPES["u4"], nccl.SUM
         nccl.nccl("ncclAllReduce", *words, self.comm, self.stream)
+
+    def pass_on(self, late: float, ranks: int) -> None:
+        time.sleep(late * (self.number % 2))
+        count, kind = self.bytes // 4, nccl.TYPES["u4"]
+        nccl.nccl("ncclGroupStart")
+        nccl.nccl("ncclSend", self.own, count, kind, (self.number + 1) % ranks, self.comm, self.stream)
+        nccl.nccl("ncclRecv", self.came, count, kind, (self.number - 1) % ranks, self.comm, self.stream)
+        nccl.nccl("ncclGroupEnd")
 
     def has(self, address: int, expected: np.ndarray) -> bool:
         nccl.device(self.number)
@@ -67,8 +76,8 @@ class Rank:
 class Job:
     """The ranks of one process. It knows the numbers of all others, too: they follow from each other."""
 
-    def __init__(self, folder: Path, ranks: int, processes: int, elements: int, threads: bool):
-        self.folder, self.n, self.threads = folder, ranks, threads
+    def __init__(self, folder: Path, ranks: int, processes: int, elements: int, options: list[str]):
+        self.folder, self.n, self.threads, self.ring = folder, ranks, "--threads" in options, "--ring" in options
         self.process, each = int(os.environ.get("PROCESS", "0")), ranks // processes
         self.ranks = [Rank(number, elements) for number in range(self.process * each, (self.process + 1) * each)]
         self.numbers = [
@@ -111,9 +120,14 @@ class Job:
 
     def step(self) -> bool:
         """One all-reduce; what each rank has next is from what came out of it."""
-        self.together(Rank.all_reduce, LATE if self.threads else 0)
+        late = LATE if self.threads else 0
+        self.together(Rank.all_reduce, late)
+        if self.ring:
+            self.together(Rank.pass_on, late, self.n)
         sums = np.sum(self.numbers, axis=0, dtype=np.uint32)
         right = all(rank.has(rank.sums, sums) and rank.has(rank.own, self.numbers[rank.number]) for rank in self.ranks)
+        if self.ring:
+            right = right and all(rank.has(rank.came, self.numbers[rank.number - 1]) for rank in self.ranks)
         self.numbers = [5 * own + 2 * sums + np.uint32(number) for number, own in enumerate(self.numbers)]
         for rank in self.ranks:
             rank.put(self.numbers[rank.number])
@@ -145,7 +159,7 @@ def main(folder: str, ranks: str, processes: str, elements: str, *options: str) 
         for process in range(1, int(processes)):
             env = {**os.environ, "PROCESS": str(process)}
             others.append(subprocess.Popen([sys.executable, *sys.argv], env=env))
-    job = Job(Path(folder), int(ranks), int(processes), int(elements), "--threads" in options)
+    job = Job(Path(folder), int(ranks), int(processes), int(elements), list(options))
     if not job.run():
         return 3
     job.end()

@@ -89,6 +89,7 @@ class Want(msgspec.Struct, frozen=True):
     kind: Kind
     peer: int
     thread: int
+    rank: int = -1  # that wants it; -1: a communicator that is being made, or an older shim
 
 
 class CommsLook(msgspec.Struct, frozen=True):
@@ -209,10 +210,10 @@ def counted(data: bytes, n: int) -> Iterator[Counted]:
 def wants(data: bytes, n: int) -> Iterator[Want]:
     """Yield what threads wait for, of one packet."""
     exactly(data, n * protocol.WANT.size)
-    for a, b, wanted, kind, peer, thread, _ in protocol.WANT.iter_unpack(data):
+    for a, b, wanted, kind, peer, thread, rank in protocol.WANT.iter_unpack(data):
         if kind > Kind.RECEIVE:
             raise Wrong(f"a kind of call that there is not ({kind})")
-        yield Want((a, b), wanted, Kind(kind), bounded(peer, MOST_RANKS), thread)
+        yield Want((a, b), wanted, Kind(kind), bounded(peer, MOST_RANKS), thread, bounded(rank, MOST_RANKS + 1) - 1)
 
 
 def pairs(data: bytes, n: int) -> Iterator[tuple[int, int]]:

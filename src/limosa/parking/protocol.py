@@ -36,7 +36,7 @@ CAPTURING = 900
 COMM = struct.Struct("=4Q3iI32s")
 COUNTED = struct.Struct("=3Q2I")
 WANT = struct.Struct("=3Q4I")
-LIMIT = struct.Struct("=3Q2I")
+LIMIT = struct.Struct("=3Q2HI")
 JOIN = struct.Struct("=Q128s")
 UNIQUE_ID = 128
 """Bytes of ncclUniqueId."""

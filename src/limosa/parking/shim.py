@@ -431,11 +431,12 @@ class Shim:
         """From here on calls of NCCL's that were not begun yet wait, but for those that :meth:`limits` lets through."""
         self._ask(Verb.CUT)
 
-    def limits(self, limits: Sequence[tuple[tuple[int, int], Kind, int, int]]) -> None:
-        """Let calls through: communicator, kind, peer, and up to which count."""
+    def limits(self, limits: Sequence[tuple[tuple[int, int], Kind, int, int, int]]) -> None:
+        """Let calls through: communicator, kind, which rank of the process's (-1: all), peer, and up to which count."""
         for start in range(0, len(limits), MOST_JOINS):
             some = limits[start : start + MOST_JOINS]
-            self._tell(Verb.LIMITS, b"".join(LIMIT.pack(*id_, most, kind, peer) for id_, kind, peer, most in some))
+            data = b"".join(LIMIT.pack(*id_, most, kind, rank + 1, peer) for id_, kind, rank, peer, most in some)
+            self._tell(Verb.LIMITS, data)
 
     def rest(self, seconds: float) -> None:
         """After :meth:`cut`: no call of NCCL's passes any more, and all work is done.

@@ -400,7 +400,7 @@ size_t comms_wants(struct want *found, size_t most)
                                        paired ? step->kind : COUNT_COLLECTIVE,
                                        paired ? (uint32_t)step->peer : 0,
                                        waiter->thread,
-                                       0};
+                                       (uint32_t)(step->comm->rank + 1)};
         }
         count(waiter->steps, waiter->n, (uint64_t)-1);
     }
@@ -436,7 +436,7 @@ static void raise_to(uint64_t *limit, uint64_t to)
         *limit = to;
 }
 
-void comms_limit(struct comm_id id, uint32_t kind, uint32_t peer, uint64_t limit)
+void comms_limit(struct comm_id id, uint32_t kind, int rank, uint32_t peer, uint64_t limit)
 {
     bool known = false;
 
@@ -447,7 +447,7 @@ void comms_limit(struct comm_id id, uint32_t kind, uint32_t peer, uint64_t limit
         known = true;
         if (kind == COUNT_COLLECTIVE)
             raise_to(&comm->limit, limit);
-        else if (comm->sent && comm->received && peer < (uint32_t)comm->ranks)
+        else if (comm->sent && comm->received && peer < (uint32_t)comm->ranks && (rank < 0 || rank == comm->rank))
             raise_to(kind == COUNT_SEND ? &comm->sent[peer].limit : &comm->received[peer].limit, limit);
     }
     for (size_t i = 0; i < n_early && !known; i++)

@@ -107,12 +107,14 @@ unsigned comms_inside(void);
 struct want {
     struct comm_id id;
     uint64_t wanted;
-    uint32_t kind, peer, thread, nothing;
+    uint32_t kind, peer, thread;
+    uint32_t rank; /* that wants it, from 1 on; 0: it has none yet */
 };
 /* What threads that wait at the gate want to get to; with the lock held. */
 size_t comms_wants(struct want *found, size_t most);
 void comms_cut(void); /* no call is let through that was not counted yet */
-void comms_limit(struct comm_id id, uint32_t kind, uint32_t peer, uint64_t limit); /* raises it */
+/* Raises it; rank: which of the process's ranks, or -1 for all of them. */
+void comms_limit(struct comm_id id, uint32_t kind, int rank, uint32_t peer, uint64_t limit);
 bool comms_shut(void); /* false: somebody is inside */
 bool comms_rest(void); /* no captured call passes either; false: one is inside */
 void comms_open(void);

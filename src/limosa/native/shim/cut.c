@@ -130,8 +130,8 @@ bool tell_comms(int client, struct message *answer, uint64_t what)
 int32_t cut_limits(const struct limit_record *records, size_t n)
 {
     for (size_t i = 0; i < n; i++)
-        comms_limit((struct comm_id){records[i].id[0], records[i].id[1]}, records[i].kind, records[i].peer,
-                    records[i].limit);
+        comms_limit((struct comm_id){records[i].id[0], records[i].id[1]}, records[i].kind, records[i].rank - 1,
+                    records[i].peer, records[i].limit);
     return 0;
 }
 

@@ -101,7 +101,8 @@ struct pair_record {
 struct limit_record {
     uint64_t id[2];
     uint64_t limit;
-    uint32_t kind, peer; /* enum count_kind */
+    uint16_t kind, rank; /* enum count_kind; of this process's ranks, from 1 on: 0 for all of them */
+    uint32_t peer;
 };
 
 struct join_record {

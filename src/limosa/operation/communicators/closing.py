@@ -235,7 +235,7 @@ def _meet(ranks: Sequence[Rank], clock: Clock, seconds: float) -> None:
         limits = meeting.limits(saids, now)
         for rank, some in zip(ranks, limits, strict=True):
             if some:
-                rank.shim.limits([(one.id, one.kind, one.peer, one.most) for one in some])
+                rank.shim.limits(some)
         if not any(limits) and meeting.settled(saids, now):
             return
         if now > end:

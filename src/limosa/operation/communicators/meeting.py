@@ -9,6 +9,7 @@ end is in ``native/shim/DESIGN.md``.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -22,6 +23,9 @@ PATIENCE = 0.03
 LONGEST_PATIENCE = 0.5
 ALONE = 0.5
 """Seconds without any progress after which a communicator that not all of its ranks have any more holds nobody up."""
+
+MOST_NAMED = (1 << 16) - 1
+"""A rank of a process that has several is named to its shim by 16 bits."""
 
 Id = tuple[int, int]
 
@@ -48,6 +52,7 @@ class Limit(NamedTuple):
 
     id: Id
     kind: Kind
+    rank: int  # which of its ranks; -1: all of them
     peer: int
     most: int
 
@@ -78,17 +83,9 @@ def counts(said: Said, of_several: Callable[[int, int], int] = min) -> dict[What
 
 
 def _who_wants(said: Said, want: Want) -> int:
-    """The rank of this process that wants it: of several the one that is next to it; -1 where there is none."""
-    counted = {(one.number, one.peer): one for one in said.counted}
-    nearest, found = -1, -1
-    for comm in said.comms:
-        if comm.id != want.id or comm.rank < 0:
-            continue
-        one = counted.get((comm.number, want.peer))
-        begun = 0 if one is None else one.received if want.kind is Kind.RECEIVE else one.sent
-        if nearest < begun < want.wanted:
-            nearest, found = begun, comm.rank
-    return found
+    """The rank of this process that wants it; of several an older shim does not say which; -1 where there is none."""
+    ranks = [comm.rank for comm in said.comms if comm.id == want.id]
+    return want.rank if want.rank in ranks else max(ranks, default=-1)
 
 
 def whole(saids: Sequence[Said]) -> dict[Id, bool]:
@@ -212,14 +209,19 @@ class Meeting:
 
     def _new(self, said: Said, told: dict[Limit, None]) -> Iterator[Limit]:
         own = {(comm.id, comm.rank) for comm in said.comms if comm.rank >= 0}
+        ranks = Counter(id_ for id_, _ in own)
+
+        def one(id_: Id, rank: int) -> int:  # older shims know no ranks
+            return rank if ranks[id_] > 1 and rank < MOST_NAMED else -1
+
         for what, count in self.targets.items():
             new = []
             if what.source < 0:
-                new.append(Limit(what.id, Kind.COLLECTIVE, 0, count))
+                new.append(Limit(what.id, Kind.COLLECTIVE, -1, 0, count))
             if (what.id, what.source) in own:
-                new.append(Limit(what.id, Kind.SEND, what.target, count))
+                new.append(Limit(what.id, Kind.SEND, one(what.id, what.source), what.target, count))
             if (what.id, what.target) in own:
-                new.append(Limit(what.id, Kind.RECEIVE, what.source, count))
+                new.append(Limit(what.id, Kind.RECEIVE, one(what.id, what.target), what.source, count))
             for limit in new:
                 if limit not in told:
                     told[limit] = None
