@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -107,3 +109,29 @@ def test_what_is_lent_lies_where_only_root_can_make_another(
         assert above == (own_folder("lent") if own_may else tmp_path / "var/lent")
         assert not above.stat().st_mode & 0o022
         assert start.trusted(above)
+
+
+# A runtime that waits for its CRIU, which was killed while it had a child stopped: the child has CRIU's connection.
+WAITS = """
+import os, subprocess, sys
+here, there = os.pipe()
+child = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+criu = "import subprocess, sys, os; subprocess.Popen(sys.argv[1:], close_fds=False); os._exit(0)"
+stopped = [sys.executable, "-I", "-S", "-c", child, "/opt/criu", "swrk"]
+os.set_inheritable(there, True)
+subprocess.run([sys.executable, "-I", "-S", "-c", criu, *stopped], close_fds=False)
+os.close(there)
+os.read(here, 1)
+print("goes on", flush=True)
+"""
+
+
+def test_a_runtime_does_not_wait_for_a_stopped_child_of_a_criu_that_was_killed(tmp_path: Path) -> None:
+    """Seen with runc, whose container stayed frozen. What is stopped beside it is left alone."""
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()", "/opt/criu"], stdin=-1) as other:
+        os.kill(other.pid, signal.SIGSTOP)
+        said = calls.call([sys.executable, "-c", WAITS], {}, criu_folder=str(tmp_path / "criu-0abc-xy"))
+        assert (said.rc, said.out) == (0, b"goes on\n")
+        os.kill(other.pid, signal.SIGCONT)
+        other.communicate(timeout=60)
+        assert other.returncode == 0

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 import time
+from pathlib import Path
 
+import pytest
+
+from limosa.errors import CriuFailed
 from limosa.process.criu.leftovers import Standstill
+from limosa.process.criu.program import Criu
+from limosa.process.criu.run import dump
+from limosa.process.identity import read_stat
 
 
 def stands_still(standstill: Standstill, seconds: float) -> bool:
@@ -40,3 +49,28 @@ def test_a_restore_that_has_not_made_a_process_yet_does_not() -> None:
             assert stands_still(Standstill(criu.pid, began=True, patience=0.3), 60.0)
         finally:
             criu.kill()
+
+
+STOPS = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+
+
+def test_a_child_that_a_killed_criu_leaves_stopped_is_ended(tmp_path: Path) -> None:
+    """CRIU tries ptrace on one when it begins. What is stopped elsewhere is left alone."""
+    program = tmp_path / "criu"
+    child = f"{sys.executable} -I -S -c '{STOPS}' {program}"
+    program.write_text(f'#!/bin/sh\n{child} & echo $! > "{tmp_path}/pid"; sleep 1; kill -9 $$\n')
+    program.chmod(0o755)
+    folder = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    with subprocess.Popen([sys.executable, "-I", "-S", "-c", STOPS, program]) as other:
+        try:
+            with pytest.raises(CriuFailed):
+                dump(Criu(argv=[str(program)], version="4.2", network_lock="skip"), 1, folder, folder)
+            pid = int((tmp_path / "pid").read_text())
+            end = time.monotonic() + 60
+            while Path(f"/proc/{pid}").exists() and not read_stat(pid).ended:
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            assert read_stat(other.pid).stopped
+        finally:
+            other.kill()
+            os.close(folder)

@@ -23,6 +23,7 @@ import msgspec
 
 from limosa import start
 from limosa.errors import FailedUndone, LimosaError
+from limosa.process.criu.lent import stopped_children
 from limosa.process.identity import Identity, read_stat
 from limosa.process.slurp import head
 from limosa.process.tree import pids
@@ -39,6 +40,10 @@ _WAITS = 'read -r go && exec "$@" </dev/null'
 
 def nobody(_: Identity) -> None:
     """Nobody is told of it."""
+
+
+def nothing() -> None:
+    """Nothing is done meanwhile."""
 
 
 class Said(msgspec.Struct, frozen=True):
@@ -90,7 +95,7 @@ def call(  # noqa: PLR0913 - options are keywords
     output: int = subprocess.DEVNULL,
     ends_early: bool = False,
     on_start: Callable[[Identity], None] = nobody,
-    tick: Callable[[], None] = lambda: None,
+    tick: Callable[[], None] = nothing,
 ) -> Said:
     """Run it to its end, and to the end of what it has started in its session.
 
@@ -129,8 +134,9 @@ def call(  # noqa: PLR0913 - options are keywords
             raise FailedUndone(what=os.path.basename(argv[0]), detail=f"it cannot be started: {error}") from error
         who = Identity(process.pid, read_stat(process.pid).start_time)  # nobody has waited for it yet
         raised = _begin(who, on_start, held) if noted else None
-        raised = _follow(process, raised, ends_early, tick)
-        _wait_for_rest(who, argv[0])
+        end_children = stopped_children(criu_folder) if criu_folder else nothing
+        raised = _follow(process, raised, ends_early, tick, end_children)
+        _wait_for_rest(who, argv[0], end_children)
         if raised is not None:
             raise raised
         return Said(process.returncode, _read(out.fileno()), _read(err.fileno()).decode(errors="replace"))
@@ -150,7 +156,11 @@ def _begin(who: Identity, on_start: Callable[[Identity], None], held: IO[bytes])
 
 
 def _follow(
-    process: subprocess.Popen[bytes], raised: BaseException | None, ends_early: bool, tick: Callable[[], None]
+    process: subprocess.Popen[bytes],
+    raised: BaseException | None,
+    ends_early: bool,
+    tick: Callable[[], None],
+    end_children: Callable[[], None],
 ) -> BaseException | None:
     """Wait for its end, whatever comes, or has come; return that."""
     told = 0.0  # when it was told to end
@@ -163,6 +173,7 @@ def _follow(
         except BaseException as error:
             raised = raised or error
         try:
+            end_children()
             if raised is None:
                 tick()
         except BaseException as error:
@@ -196,17 +207,19 @@ def session_of(leader: int) -> list[int]:
     return found
 
 
-def settle(leader: Identity, seconds: float) -> bool:
+def settle(leader: Identity, seconds: float, tick: Callable[[], None] = nothing) -> bool:
     """Wait until all processes of a session have ended; return whether they have.
 
     Args:
         leader: who it began with. Where its pid is another's by now, none of them is left.
         seconds: how long, at most.
+        tick: called now and then.
     """
     end = time.monotonic() + seconds
     while not _is_anothers(leader) and any(_lives(pid) for pid in session_of(leader.pid)):
         if time.monotonic() > end:
             return False
+        tick()
         time.sleep(_TICK)
     return True
 
@@ -225,8 +238,8 @@ def _lives(pid: int) -> bool:
         return False
 
 
-def _wait_for_rest(leader: Identity, program: str) -> None:
-    if not settle(leader, _REST_SECONDS):
+def _wait_for_rest(leader: Identity, program: str, end_children: Callable[[], None]) -> None:
+    if not settle(leader, _REST_SECONDS, end_children):
         left = ", ".join(map(str, session_of(leader.pid)))
         raise FailedUndone(what=os.path.basename(program), detail=f"it has ended, and processes {left} have not")
 

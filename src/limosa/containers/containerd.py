@@ -40,7 +40,7 @@ from limosa.containers.runtime import (
 from limosa.containers.state import State, namespace_of, states
 from limosa.errors import CannotBeMoved, FailedUndone
 from limosa.image import ContainerRecord
-from limosa.process.criu.lent import kept_places
+from limosa.process.criu.lent import kept_places, stopped_children
 from limosa.process.criu.stats import DumpStats, restore_stats
 from limosa.process.identity import Identity
 from limosa.process.openat import closing, open_in
@@ -265,7 +265,13 @@ class Containerd(Runtime):
             (9, message((1, OPTIONS), (2, made.options + criu))),
             (10, _shim(api, made.id, kept.criu_folder)),
         )
-        api.ask("tasks.v1.Tasks/Start", (1, made.id), seconds=_RESTORE_SECONDS, tick=kept.tick)
+        end_children = stopped_children(kept.criu_folder)
+
+        def tick() -> None:
+            end_children()
+            kept.tick()
+
+        api.ask("tasks.v1.Tasks/Start", (1, made.id), seconds=_RESTORE_SECONDS, tick=tick)
 
     def rename(self, contained: Contained, name: str) -> None:
         """It has it."""

@@ -1,7 +1,7 @@
 """What CRIU leaves when it is killed in the middle of a restore: half-made processes that wait for it for ever.
 
-They hold the job's pids, so that the next restore would find them taken. A killed dump leaves no process, only
-sockets and a table (:mod:`limosa.process.criu.network`).
+They hold the job's pids, so that the next restore would find them taken. A killed dump leaves no process of the job's,
+only sockets and a table (:mod:`limosa.process.criu.network`). Killed as it begins, CRIU may leave a child of its own.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from limosa.errors import Busy, LimosaError
 from limosa.process.identity import Handle, Identity, read_stat
+from limosa.process.slurp import head
 from limosa.process.tree import snapshot
 
 PATIENCE = 5.0  # seconds until a killed process must be gone
 _SLACK = 1.0  # seconds between clocks
 STANDSTILL = 10.0  # seconds that a restore may be without any process
+_MOST_ARGUMENTS = 1 << 12
 
 
 class Standstill:
@@ -50,6 +52,42 @@ class Standstill:
         elif self._began and self._since is None:
             self._since = now
         return self._since is not None and now - self._since > self._patience
+
+
+class StoppedChildren:
+    """Ends the children that a CRIU which was killed has left stopped.
+
+    CRIU tries the kernel's ptrace on a child of its own when it begins. If CRIU is killed meanwhile, that child stays
+    stopped for ever and holds what CRIU had open: a runtime waits for the end of its connection to CRIU, and the
+    container stays frozen (runc 1.1, seen).
+
+    Args:
+        belongs: whether a process is of that CRIU's, by its pid.
+    """
+
+    def __init__(self, belongs: Callable[[int], bool]):
+        self._belongs, self._looked = belongs, time.monotonic()
+
+    def __call__(self) -> None:
+        """Look, once a second at most."""
+        now = time.monotonic()
+        if now - self._looked >= 1.0:
+            self._looked = now
+            self.end()
+
+    def end(self) -> None:
+        """End those that are there now."""
+        for stat in snapshot().values():
+            if not stat.stopped or _is_criu(stat.ppid) or not _is_criu(stat.pid) or not self._belongs(stat.pid):
+                continue
+            with contextlib.suppress(OSError, LimosaError), Handle(Identity(stat.pid, stat.start_time)) as handle:
+                handle.signal(signal.SIGKILL)
+
+
+def _is_criu(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return any(word.endswith(b"/criu") for word in head(f"/proc/{pid}/cmdline", _MOST_ARGUMENTS).split(b"\0"))
+    return False
 
 
 def find_unfinished(criu: Identity, pids: Iterable[int], until: float | None = None) -> list[Identity]:

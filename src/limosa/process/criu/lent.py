@@ -21,6 +21,7 @@ from pathlib import Path
 
 from limosa import start
 from limosa.errors import PermissionDenied
+from limosa.process.criu.leftovers import StoppedChildren
 from limosa.process.criu.program import Criu
 from limosa.process.places import own_folder
 from limosa.process.slurp import slurp
@@ -95,8 +96,20 @@ def was_lent(pid: int, operation: str) -> bool:
         pid: the process.
         operation: the operation's id.
     """
+    return _has_on_path(pid, b"/criu-%b-" % os.fsencode(operation))
+
+
+def stopped_children(folder: str) -> StoppedChildren:
+    """Return what ends the children that a lent CRIU which was killed has left.
+
+    Args:
+        folder: what :func:`lent` has made.
+    """
+    return StoppedChildren(lambda pid: _has_on_path(pid, os.fsencode(folder)))
+
+
+def _has_on_path(pid: int, wanted: bytes) -> bool:
     with contextlib.suppress(OSError):
-        wanted = b"/criu-%b-" % os.fsencode(operation)
         variables = slurp(f"/proc/{pid}/environ").split(b"\0")
         return any(one.startswith(b"PATH=") and wanted in one for one in variables)
     return False

@@ -30,7 +30,7 @@ import msgspec
 from limosa import start
 from limosa.errors import CancelledUndone, CriuFailed, LimosaError, NoWorkingCriu, TimedOutUndone, UsageError
 from limosa.process.criu import cgroup, log, network, stats
-from limosa.process.criu.leftovers import Standstill
+from limosa.process.criu.leftovers import Standstill, StoppedChildren
 from limosa.process.criu.options import DumpOptions, RestoreOptions
 from limosa.process.criu.program import PLUGIN, Criu
 from limosa.process.criu.stats import DumpStats
@@ -194,6 +194,7 @@ class _Run:
         self._criu = criu
         self._arguments = arguments
         self._ask: IO[bytes] | None = None  # where the script's questions arrive
+        self._asks = ("", "")  # CRIU's own end of that: its number, and what it is
         self._answer = -1  # where answers are written
         self._child: subprocess.Popen[bytes] | None = None
         self._too_late = False  # the step after which nothing is cancelled has been answered with yes
@@ -220,6 +221,7 @@ class _Run:
         ask_read, ask_write = os.pipe()
         answer_read, answer_write = os.pipe()
         self._ask, self._answer = os.fdopen(ask_read, "rb", 0), answer_write
+        self._asks = (str(ask_write), os.readlink(f"/proc/self/fd/{ask_write}"))
         # What is on another file system is dumped by its path there; the plugin serves inherited device mappings.
         plugin = ["--libdir", self._criu.plugin_dir] if self._criu.plugin_dir else []
         command = [
@@ -306,6 +308,8 @@ class _Run:
                     if self._cancelled is not None:
                         self._stop()
             status = self._exit_status()
+            if status < 0:
+                StoppedChildren(self._has_our_pipe).end()
         except BaseException:
             # Ctrl-C in a program that uses this as a library: whoever asks from here on gets a no, and what CRIU does
             # with that is waited for, so that the caller's undo comes after it.
@@ -372,6 +376,12 @@ class _Run:
             self._child.wait()  # says 0 whatever it was
             return 0 if self._says_done() else 1
         return self._child.wait()
+
+    def _has_our_pipe(self, pid: int) -> bool:
+        number, pipe = self._asks
+        with contextlib.suppress(OSError):
+            return os.readlink(f"/proc/{pid}/fd/{number}") == pipe
+        return False
 
     def _says_done(self) -> bool:
         """Whether the last that CRIU has written is that it has done it."""
