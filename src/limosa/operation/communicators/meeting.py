@@ -9,6 +9,7 @@ end is in ``native/shim/DESIGN.md``.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -77,18 +78,40 @@ def counts(said: Said, of_several: Callable[[int, int], int] = min) -> dict[What
     return found
 
 
-def _who_wants(said: Said, want: Want) -> int:
-    """The rank of this process that wants it: of several the one that is next to it; -1 where there is none."""
-    counted = {(one.number, one.peer): one for one in said.counted}
-    nearest, found = -1, -1
-    for comm in said.comms:
-        if comm.id != want.id or comm.rank < 0:
-            continue
-        one = counted.get((comm.number, want.peer))
-        begun = 0 if one is None else one.received if want.kind is Kind.RECEIVE else one.sent
-        if nearest < begun < want.wanted:
-            nearest, found = begun, comm.rank
-    return found
+class _Nearest:
+    """Which rank of a process wants something: of several the one that is next to it.
+
+    A process may say that it has thousands of ranks, and that each of thousands of threads waits. So what its ranks
+    have begun is put in order once for each peer, not once for each thread.
+    """
+
+    def __init__(self, said: Said):
+        self._ranks: dict[Id, list[int]] = {}
+        self._begun: dict[tuple[Id, int], dict[int, Counted]] = {}
+        self._ladders: dict[tuple[Id, int, Kind], list[tuple[int, int, int]]] = {}
+        by_number = {comm.number: comm for comm in said.comms if comm.rank >= 0}
+        for comm in by_number.values():
+            self._ranks.setdefault(comm.id, []).append(comm.rank)
+        for one in said.counted:
+            if (of := by_number.get(one.number)) is not None:
+                self._begun.setdefault((of.id, one.peer), {})[of.rank] = one
+
+    def __call__(self, want: Want) -> int:
+        """The rank; -1 where there is none."""
+        key = (want.id, want.peer, want.kind)
+        if key not in self._ladders:
+            self._ladders[key] = sorted(self._ladder(*key))
+        at = bisect.bisect_left(self._ladders[key], (want.wanted,))
+        return self._ladders[key][at - 1][2] if at else -1
+
+    def _ladder(self, id_: Id, peer: int, kind: Kind) -> Iterator[tuple[int, int, int]]:
+        """What ranks have begun, and which: of those that have begun the same, the first comes last."""
+        begun = self._begun.get((id_, peer), {})
+        idle = next((rank for rank in self._ranks.get(id_, ()) if rank not in begun), None)
+        if idle is not None:  # of those that have begun nothing one will do
+            yield 0, -idle, idle
+        for rank, one in begun.items():
+            yield one.received if kind is Kind.RECEIVE else one.sent, -rank, rank
 
 
 def whole(saids: Sequence[Said]) -> dict[Id, bool]:
@@ -144,14 +167,12 @@ class Meeting:
         self._told = self._told or [{} for _ in saids]
         return [list(self._new(said, told)) for said, told in zip(saids, self._told, strict=True)]
 
-    def waits(self, saids: Sequence[Said]) -> list[tuple[int, What, list[int]]]:
+    def waits(self, saids: Sequence[Said]) -> Iterator[tuple[int, What, list[int]]]:
         """Who is behind, in what, and who has come there and waits: the numbers of the processes, for words."""
         have = [counts(said) for said in saids]
-        return [
-            (i, what, [j for j, mine in enumerate(have) if j != i and mine.get(what, 0) >= self.targets[what]])
-            for i, behind in enumerate(map(list, self._each_behind(saids)))
-            for what in behind
-        ]
+        for i, behind in enumerate(self._each_behind(saids)):
+            for what in behind:
+                yield i, what, [j for j, one in enumerate(have) if j != i and one.get(what, 0) >= self.targets[what]]
 
     def reach(self, saids: Sequence[Said]) -> None:
         """What anybody has begun all have to come to."""
@@ -199,8 +220,9 @@ class Meeting:
         late = [said for said, behind in zip(saids, self._each_behind(saids), strict=True) if any(True for _ in behind)]
         some = [said for said in late if said.wants] or saids
         for said in some:
+            nearest = _Nearest(said)
             for want in said.wants:
-                rank = _who_wants(said, want)
+                rank = nearest(want)
                 if want.kind is not Kind.COLLECTIVE and rank < 0:
                     continue  # it is not made yet
                 if want.kind is Kind.SEND:
