@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -243,6 +244,40 @@ def test_a_training_that_is_killed_is_noticed_and_nothing_of_it_is_left(tmp_path
         with pytest.raises(LimosaError, match="has ended"):
             job.wait_for(10_000, lambda _: None)
     assert processes_of(job.root.pid) == []
+
+
+# Starts a session of sleep, whose leader has a pid that is free (clone3(2), set_tid).
+WITH_PID = """
+import ctypes, os, struct, sys, time
+libc, pid = ctypes.CDLL(None, use_errno=True), ctypes.c_int(int(sys.argv[1]))
+arguments = struct.pack("=11Q", 0, 0, 0, 0, 17, 0, 0, 0, ctypes.addressof(pid), 1, 0)
+while (made := libc.syscall(435, arguments, len(arguments))) < 0:
+    time.sleep(0.01)
+if not made:
+    os.setsid()
+    os.execv("/bin/sleep", ["sleep", "60"])
+os.waitpid(made, 0)
+"""
+
+
+@pytest.mark.root
+def test_a_strangers_session_that_has_the_number_of_one_of_the_jobs_is_left_alone(tmp_path):
+    """It came to be while the job was an image, whose restore fails then: that number is taken."""
+    with contextlib.ExitStack() as stack:
+        job = stack.enter_context(Training(tmp_path / "run", CPU, 10_000, 0.01))
+        job.wait_for(3, lambda _: None)
+        for pid in processes_of(job.root.pid):
+            os.kill(pid, signal.SIGKILL)
+        starter = subprocess.Popen([sys.executable, "-c", WITH_PID, str(job.root.pid)])
+        stack.callback(starter.kill)
+        end = time.monotonic() + 60
+        while processes_of(job.root.pid) != [job.root.pid]:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        job.__exit__()
+        assert processes_of(job.root.pid) == [job.root.pid]
+        os.kill(job.root.pid, signal.SIGKILL)
+        starter.wait(60)
 
 
 def test_the_pause_is_the_longest_gap_in_the_trainings_own_stamps(tmp_path):

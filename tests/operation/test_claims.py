@@ -14,7 +14,7 @@ from driver_double import GB, DriverDouble
 from test_hostile_runtime import NOBODY, claim_of_nobody, folder_of_nobody, put
 
 from limosa import operation
-from limosa.errors import Busy, NoRoomOnGpu
+from limosa.errors import Busy, CannotBeMoved, NoRoomOnGpu
 from limosa.operation import claims
 from limosa.operation.claims import Claim
 from limosa.operation.journal import Header, Journal
@@ -163,6 +163,15 @@ def test_an_image_is_shared_by_those_that_only_read_it(own_runtime: Path, tmp_pa
     claims.make(of_image("f", tmp_path, names=["volume data"]))
     with pytest.raises(Busy, match="volume data"):
         claims.make(of_image("g", tmp_path / "other", shared=True, uses=["volume data"]))
+
+
+@pytest.mark.parametrize("names", [["folder /" + 4090 * "x"], [f"folder /{n}" for n in range(5000)]])
+def test_a_claim_that_others_could_not_read_is_not_made(own_runtime: Path, names: list[str]) -> None:
+    """They would not have seen it: an image says what its container may change, and with it went the claim on a GPU."""
+    me = Identity.of(os.getpid())
+    with pytest.raises(CannotBeMoved, match="too long"):
+        claims.make(Claim(id="long", operation="restore", holder=me, gpus={"GPU-1": GB}, names=names))
+    assert claims.everybodys() == []
 
 
 def test_another_user_takes_nobodys_names(own_runtime: Path, theirs: Identity) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from support import quickest
 
 from limosa.errors import CannotBeMoved, TimedOutUndone
 from limosa.operation.communicators import closing
@@ -152,6 +153,46 @@ def test_what_is_compared_is_bounded(me: Identity) -> None:
     with pytest.raises(CannotBeMoved, match="too much"):
         closing.meet([rank(says), rank(Says(me, [of(1)]))], Clock("move", timeout=250))
     assert time.monotonic() - begun < 60
+
+
+def test_what_is_compared_is_bounded_also_once_they_are_at_rest(me: Identity) -> None:
+    """Sixteen that said it only then took 40 seconds and 400 MB, 48 more than 1.3 GB."""
+    says = [Says(me, [of(n, 1 << 20)]) for n in (0, 1)]
+    says[0].pairs = [Counted(1, 1, 1, peer) for peer in range(70_000)]
+    with pytest.raises(CannotBeMoved, match="too much"):
+        closing.close([rank(one) for one in says], Clock("move", timeout=250))
+    assert "shut" not in says[0].asked + says[1].asked
+
+
+def test_thousands_that_wait_in_one_process_of_thousands_of_ranks_cost_little() -> None:
+    """It held root's move for minutes: all ranks were gone through once for each that waits."""
+    ranks, waiting = 4000, 30_000
+    comms = [Comm((7, 7), i + 1, 0, i, ranks, 0) for i in range(ranks)]
+    pairs = [Counted(i % ranks + 1, 0, 0, i // ranks) for i in range(waiting)]
+    wants = [Want((7, 7), i + 1, Kind.SEND, i % ranks, 1) for i in range(waiting)]
+    said = Said(CommsLook(CommGate.CUT, 1, 1), comms, pairs, wants)
+
+    def meets() -> None:
+        meeting = Meeting(0)
+        for now in (0, 100):
+            meeting.limits([said], now)
+
+    assert quickest(meets, 10, 2) < 10
+
+
+def test_thousands_that_are_half_made_again_cost_little(me: Identity, job: Callable[..., list[Member]]) -> None:
+    """Twenty-four such processes held root's undo for minutes."""
+
+    def half(n: int) -> Says:
+        ids = [(n, i) for i in range(2048)]
+        closed = [Comm(id_, 2 * i + 1, 0, 0, 2, 0, closed=True) for i, id_ in enumerate(ids)]
+        return Says(me, closed + [Comm(id_, 2 * i + 2, 0, 1, 2, 0, again=True) for i, id_ in enumerate(ids)])
+
+    says = [half(n) for n in range(8)]
+    members = job(*says, owners=(11,) * len(says))
+
+    assert quickest(lambda: closing.back(members), 10, 2) < 10
+    assert all("let" in one.asked for one in says)
 
 
 def test_who_waits_for_whom_is_told(me: Identity, monkeypatch: pytest.MonkeyPatch) -> None:

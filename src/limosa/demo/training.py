@@ -10,14 +10,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
 
 from limosa import gpu, job, start
 from limosa.errors import LimosaError, UsageError
-from limosa.process.identity import Identity, read_stat
+from limosa.process.identity import Identity, Stat, read_stat
 from limosa.process.launch import launch
 from limosa.process.tree import descendants, snapshot
 
@@ -113,7 +113,9 @@ class Training:
         options += ["--steps", str(steps), "--pace", str(pace)]
         env = {**_environment(), **({"CUDA_VISIBLE_DEVICES": visible} if visible else {})}
         self.root: Identity = self._start(stack, options, env)
-        self._sessions = {self.root.pid}  # restored ones have the same; torchrun gives each rank one of its own
+        # Restored ones have the same; torchrun gives each rank one of its own. Each with the time at which its leader
+        # was started: once all of a session have ended its number may be that of a stranger's.
+        self._sessions = {self.root.pid: self.root.start_time}
         self._codes: dict[int, int] = {}
         self._closing = threading.Event()
         self._reaper = threading.Thread(target=self._reap, daemon=True)
@@ -154,6 +156,7 @@ class Training:
     def restored(self, pid: int) -> None:
         """Says that the job is a new process now."""
         self.root = Identity.of(pid)
+        self._processes()  # notes the new leaders
         self._codes.pop(pid, None)
 
     def gpus(self) -> dict[int, list[str]]:
@@ -166,8 +169,13 @@ class Training:
         """Pids of the job's processes, those among them whose parent has ended."""
         there = snapshot()
         below = descendants(self.root.pid, there) if self.root.alive() else []
-        self._sessions |= {there[pid].sid for pid in below if pid in there}
-        return [stat.pid for stat in there.values() if stat.sid in self._sessions]
+        for sid in {there[pid].sid for pid in below if pid in there}:
+            self._sessions[sid] = there[sid].start_time if sid in there else 0
+        return [stat.pid for stat in there.values() if self._is_ours(stat.sid, there)]
+
+    def _is_ours(self, sid: int, there: Mapping[int, Stat]) -> bool:
+        """Whether a session is the job's: its leader is, or has ended before the others."""
+        return sid in self._sessions and (sid not in there or there[sid].start_time == self._sessions[sid])
 
     def lines(self) -> list[list[str]]:
         """Step, loss (hex float; of several ranks: all of theirs) and time stamp of each finished step.

@@ -295,7 +295,7 @@ class ContainerRecord(msgspec.Struct, frozen=True, kw_only=True):
     snapshotter: Text = ""
     pod: Text = ""
     writes: Annotated[list[PathText], msgspec.Meta(max_length=4096)] = []
-    origin: Text = ""
+    origin: Annotated[str, msgspec.Meta(max_length=256)] = ""  # as a record of it has it
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):

@@ -40,7 +40,7 @@ from typing import Annotated
 
 import msgspec
 
-from limosa.errors import Busy, LimosaError
+from limosa.errors import Busy, CannotBeMoved, LimosaError
 from limosa.operation import across_namespaces
 from limosa.process import belief, runtime
 from limosa.process.belief import Id, PathText, Processes, Sizes, Time, Word
@@ -183,9 +183,12 @@ def make(claim: Claim, check: Callable[[], None] = lambda: None, *, past_dead: b
 
     ``check`` is called when the claim is written (is there room?); what it raises is passed on, and the claim is gone.
     ``past_dead``: what an operation that died has left in the middle keeps nobody out.
-    Raises Busy (another works on one of them, or died working on it) and FailedUndone (nobody can say what is claimed).
+    Raises Busy (another works on one of them, or died working on it), FailedUndone (nobody can say what is claimed) and
+    CannotBeMoved (others could not read this one).
     """
     claim.paths = sorted(set().union(*map(names_of, claim.paths)))
+    if belief.decoded(msgspec.json.encode(claim), Claim) is None:  # an image may name more than there can be
+        raise CannotBeMoved(detail="what is to be claimed is too long, or too much, to be written down")
     with runtime.lock(_KIND):
         end = time.monotonic() + _PATIENCE
         tries = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -194,22 +195,24 @@ def _of_all(ranks: Sequence[Rank], what: Callable[[Rank], _T]) -> list[_T]:
     return [found[i] for i in range(len(ranks))]
 
 
-def _look(ranks: Sequence[Rank], clock: Clock | None = None) -> list[Said]:
+def _look(ranks: Sequence[Rank], clock: Clock, known: int = 0) -> list[Said]:
+    """What all of them say now; ``known``: what there is to compare already. Raises CannotBeMoved: it is too much."""
+    said = 0
     for rank in ranks:
-        if clock is not None:
-            clock.check()
+        clock.check()
         rank.said = said_by(rank.shim)
+        said += len(rank.said.comms) + len(rank.said.counted) + len(rank.said.wants)
+        _refuse_too_many(ranks, said, known)  # before the next one says as much: all of it is in memory
     return [rank.said for rank in ranks]
 
 
-def _refuse_too_many(saids: Sequence[Said], known: int) -> None:
+def _refuse_too_many(ranks: Sequence[Rank], said: int, known: int) -> None:
     """What is compared grows with all that was ever said, and a process may say what it likes.
 
     Raises CannotBeMoved.
     """
-    said = sum(len(one.comms) + len(one.counted) + len(one.wants) for one in saids)
-    if max(said, known) > MOST_COMPARED or len(saids) * max(said, known) > 64 * MOST_COMPARED:
-        text = f"{len(saids)} processes say too much of their communicators to be compared"
+    if max(said, known) > MOST_COMPARED or len(ranks) * max(said, known) > 64 * MOST_COMPARED:
+        text = f"{len(ranks)} processes say too much of their communicators to be compared"
         raise CannotBeMoved(detail=f"{text} ({said} now, {known} in all)")
 
 
@@ -230,8 +233,7 @@ def _meet(ranks: Sequence[Rank], clock: Clock, seconds: float) -> None:
     meeting = Meeting(began)
     while True:
         clock.check()
-        saids, now = _look(ranks, clock), time.monotonic()
-        _refuse_too_many(saids, len(meeting.targets))
+        saids, now = _look(ranks, clock, len(meeting.targets)), time.monotonic()
         limits = meeting.limits(saids, now)
         for rank, some in zip(ranks, limits, strict=True):
             if some:
@@ -245,7 +247,7 @@ def _meet(ranks: Sequence[Rank], clock: Clock, seconds: float) -> None:
 
 def _no_meeting(ranks: Sequence[Rank], meeting: Meeting, saids: Sequence[Said], seconds: float) -> LimosaError:
     told = []
-    for i, what, ahead in meeting.waits(saids)[:4]:
+    for i, what, ahead in itertools.islice(meeting.waits(saids), 4):
         kind = "a collective" if what.source < 0 else f"what goes from rank {what.source} to rank {what.target}"
         size = next((c.ranks for said in saids for c in said.comms if c.id == what.id), 0)
         text = f"process {ranks[i].member.pid} has not come to {kind} of the communicator of {size} ranks"
@@ -270,7 +272,7 @@ def close(ranks: Sequence[Rank], clock: Clock) -> None:
 
 def _close(ranks: Sequence[Rank], clock: Clock) -> None:
     _of_all(ranks, lambda rank: rank.shim.rest(clock.at_most(CLOSE_SECONDS)))
-    saids = _look(ranks)
+    saids = _look(ranks, clock)
     if not at_one_point(saids):  # what was sent and is not received yet would be lost with its communicator
         raise CannotBeMoved(detail="a process with several ranks has sent or received more than it was let: try again")
     shared = between(saids)
@@ -355,7 +357,8 @@ def _closed_everywhere(ranks: Sequence[Rank]) -> set[Id]:
         late = [rank for rank in ranks if any(c.id in halves and c.closed for c in rank.said.comms)]
         _of_all(late, lambda rank: rank.shim.shut([], CLOSE_SECONDS))  # answered when what was asked before is done
         closed = _whole_and_closed(ranks)
-        _shut(ranks, lambda rank: [c.number for c in rank.said.comms if c.id in closed & halves and not c.closed])
+        again = closed & halves
+        _shut(ranks, lambda rank: [c.number for c in rank.said.comms if c.id in again and not c.closed])
     return closed
 
 
@@ -364,7 +367,9 @@ def _shut(ranks: Sequence[Rank], which: Callable[[Rank], Sequence[int]]) -> None
 
 
 def _whole_and_closed(ranks: Sequence[Rank]) -> set[Id]:
-    saids = _look(ranks)
+    for rank in ranks:  # of nothing else is anything asked on the way back
+        rank.said = Said(*rank.shim.comms())
+    saids = [rank.said for rank in ranks]
     has = whole(saids)
     return {comm.id for said in saids for comm in said.comms if comm.closed and has[comm.id]}
 

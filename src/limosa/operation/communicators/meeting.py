@@ -82,10 +82,16 @@ def counts(said: Said, of_several: Callable[[int, int], int] = min) -> dict[What
     return found
 
 
-def _who_wants(said: Said, want: Want) -> int:
-    """The rank of this process that wants it; of several an older shim does not say which; -1 where there is none."""
-    ranks = [comm.rank for comm in said.comms if comm.id == want.id]
-    return want.rank if want.rank in ranks else max(ranks, default=-1)
+def _who_wants(said: Said) -> Iterator[tuple[Want, int]]:
+    """What threads of this process want, and the rank that wants it; -1 where there is none.
+
+    Of several ranks an older shim does not say which. A process may say that it has thousands of them, and that each of
+    thousands of threads waits: they are gone through once.
+    """
+    own = {(comm.id, comm.rank) for comm in said.comms}
+    some = {comm.id: comm.rank for comm in said.comms}
+    for want in said.wants:
+        yield want, want.rank if (want.id, want.rank) in own else some.get(want.id, -1)
 
 
 def whole(saids: Sequence[Said]) -> dict[Id, bool]:
@@ -141,14 +147,12 @@ class Meeting:
         self._told = self._told or [{} for _ in saids]
         return [list(self._new(said, told)) for said, told in zip(saids, self._told, strict=True)]
 
-    def waits(self, saids: Sequence[Said]) -> list[tuple[int, What, list[int]]]:
+    def waits(self, saids: Sequence[Said]) -> Iterator[tuple[int, What, list[int]]]:
         """Who is behind, in what, and who has come there and waits: the numbers of the processes, for words."""
         have = [counts(said) for said in saids]
-        return [
-            (i, what, [j for j, mine in enumerate(have) if j != i and mine.get(what, 0) >= self.targets[what]])
-            for i, behind in enumerate(map(list, self._each_behind(saids)))
-            for what in behind
-        ]
+        for i, behind in enumerate(self._each_behind(saids)):
+            for what in behind:
+                yield i, what, [j for j, one in enumerate(have) if j != i and one.get(what, 0) >= self.targets[what]]
 
     def reach(self, saids: Sequence[Said]) -> None:
         """What anybody has begun all have to come to."""
@@ -196,8 +200,7 @@ class Meeting:
         late = [said for said, behind in zip(saids, self._each_behind(saids), strict=True) if any(True for _ in behind)]
         some = [said for said in late if said.wants] or saids
         for said in some:
-            for want in said.wants:
-                rank = _who_wants(said, want)
+            for want, rank in _who_wants(said):
                 if want.kind is not Kind.COLLECTIVE and rank < 0:
                     continue  # it is not made yet
                 if want.kind is Kind.SEND:
