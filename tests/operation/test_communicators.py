@@ -7,6 +7,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,7 +17,8 @@ from support import quickest
 from limosa.errors import CannotBeMoved, TimedOutUndone
 from limosa.operation.communicators import closing
 from limosa.operation.communicators.meeting import Limit, Meeting, Said, at_one_point, counts, whole
-from limosa.operation.journal import Member
+from limosa.operation.journal import Member, Noted, Phase
+from limosa.operation.steps.communicators import JoinCommunicators
 from limosa.operation.work import Clock
 from limosa.parking.answers import Comm, CommsLook, Counted, Hello, Want
 from limosa.parking.protocol import CommGate, Kind, Stand
@@ -282,3 +284,21 @@ def test_all_that_a_process_is_asked_has_an_end(me: Identity) -> None:
     closing.meet([rank(says)], Clock("move", timeout=250))
     assert 0 < until[0].left() <= closing.MEETING_SECONDS + 2
     assert says.until is None
+
+
+def test_where_a_rank_does_not_answer_on_the_way_back_recover_goes_forward(
+    me: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told so, and finds in the journal that it may: before, it took the job back."""
+
+    def fails(*_: object) -> None:
+        raise CannotBeMoved(detail="the shim does not answer")
+
+    done: list[object] = []
+    work = SimpleNamespace(try_note=lambda *noted: done.append(noted), only_forward=done.append)
+    op: Any = SimpleNamespace(closed=True, ranks=[Member(identity=me)], shims={}, work=work)
+    monkeypatch.setattr(closing, "back", fails)
+    with pytest.raises(CannotBeMoved):
+        JoinCommunicators().do(op)
+    assert done[0] == (Noted.JOIN, Phase.BEGIN)
+    assert "limosa recover" in str(done[1])

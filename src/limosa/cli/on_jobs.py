@@ -114,16 +114,16 @@ def tell(report: Report, verb: str, outcomes: Sequence[Outcome], driver: Driver 
         if (e := outcome.error) is not None:
             told.setdefault((e.message, e.job_state, e.hint), []).append(outcome)
     for those in told.values():
-        pids = " and ".join(str(outcome.pid) for outcome in those)
+        names = " and ".join(outcome.name or str(outcome.pid) for outcome in those)
         assert those[0].error is not None
-        report.problem(those[0].error, about=f"{'jobs' if len(those) > 1 else 'job'} {pids}: ")
+        report.problem(those[0].error, about=f"{'jobs' if len(those) > 1 else 'job'} {names}: ")
 
 
 def _entry(verb: str, outcome: Outcome) -> dict[str, Any]:
     if outcome.result is not None:
         return dict(plain(outcome.result))
     assert outcome.error is not None
-    return {"operation": verb, "pid": outcome.pid, "error": error_object(outcome.error)}
+    return {"operation": verb, "pid": outcome.pid, "name": outcome.name, "error": error_object(outcome.error)}
 
 
 def _line(result: JobResult, verbose: int = 0, driver: Driver | None = None) -> str:

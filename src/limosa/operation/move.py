@@ -251,13 +251,13 @@ def _about(like: JobLike, progress: ProgressFn) -> ProgressFn:
 
 def _doing(like: JobLike, how: _How) -> Outcome:
     """Does it to one of a list; its error is a part of the result."""
-    pid = _pid_of(like)
+    pid, name = _pid_of(like), ""
     try:
         which = job(like)
-        pid = which.root.pid
+        pid, name = which.root.pid, which.name
         return _one(which, how)
     except LimosaError as error:
-        return Outcome(pid=pid, error=error)
+        return Outcome(pid=pid, name=name, error=error)
 
 
 def _plans(likes: Sequence[JobLike], how: _How, driver: gpu.Driver) -> list[Outcome]:
@@ -344,7 +344,7 @@ def _swap(jobs: JobLike | Sequence[JobLike], how: _How) -> list[Outcome]:
             if how.dry_run:
                 return [Outcome(pid=p.root.pid, plan=p.plan()) for p in prepared]
             if (no := next((p for p in prepared if p.is_refused()), None)) is not None:
-                return [Outcome(pid=p.root.pid, error=p.refusal(no.reasons)) for p in prepared]
+                return [Outcome(pid=p.root.pid, name=p.job.name, error=p.refusal(no.reasons)) for p in prepared]
             transfer(work, prepared)
             results = [result_of(work, p, of_two=True) for p in prepared]
         for result in results:
@@ -354,7 +354,7 @@ def _swap(jobs: JobLike | Sequence[JobLike], how: _How) -> list[Outcome]:
     try:
         return while_it_grows(once)
     except LimosaError as error:
-        return [Outcome(pid=which.root.pid, error=error) for which in pair]
+        return [Outcome(pid=which.root.pid, name=which.name, error=error) for which in pair]
 
 
 def _look_at_swap(pair: Sequence[Job], work: Work, how: _How) -> list[Prepared]:

@@ -6,6 +6,7 @@ work (``dump_options.Options``, ``restore_options.Options``); a test compares na
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 from collections.abc import Collection, Mapping
@@ -83,9 +84,9 @@ def check_force(ids: Collection[str]) -> None:
         raise InvalidArgument(detail=f"force={ids!r}: a list of ids is needed, for example force=[{ids!r}]")
     for one in ids:
         if one not in FORCEABLE:
-            can = ", ".join(sorted(FORCEABLE))
+            meant = difflib.get_close_matches(one, sorted(FORCEABLE), n=1)
             raise InvalidArgument(
-                detail=f"--force={one}: no refusal with this id can be forced; these can: {can}",
+                detail=f"--force={one}: no refusal with this id can be forced" + "".join(f" ({m} can)" for m in meant),
                 hint="limosa plan prints --force=ID below each refusal that can be forced",
             )
 

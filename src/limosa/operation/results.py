@@ -291,6 +291,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     """One job's part of an operation on several: a result or an error."""
 
     pid: int
+    name: str = ""  # of one that failed, if it has one
     result: JobResult | None = None
     error: LimosaError | None = None
     plan: Plan | None = None

@@ -107,6 +107,7 @@ class JoinCommunicators(Step[Op]):
             closing.back(op.ranks, op.shims, lambda: op.work.try_note(Noted.JOIN, Phase.BEGIN))
         except LimosaError:
             if any(member.identity.alive() for member in op.ranks):  # some are half made: nobody can be led home
+                op.work.try_note(Noted.JOIN, Phase.BEGIN)
                 op.work.only_forward("the job is where it was to go, and waits: limosa recover makes its communicators")
             raise
 
