@@ -6,6 +6,10 @@ import json
 
 import pytest
 
+from limosa import gpu
+from limosa.errors import DriverTooOld
+from limosa.operation import doctor_gpu
+
 WRONG = [
     (),
     ("nonsense",),
@@ -127,6 +131,21 @@ def test_no_such_process_in_words(cli):
     ran = cli("suspend", NO_PID)
     assert (ran.returncode, ran.stdout) == (10, "")
     assert ran.stderr == f"limosa: there is no process {NO_PID}\nlimosa: hint: limosa ps lists the jobs\n"
+
+
+@pytest.mark.parametrize(("present", "named"), [(False, ("limosa demo", "limosa softgpu")), (True, ("limosa doctor",))])
+def test_gpus_without_a_driver_says_what_goes_on_without_a_gpu_and_who_knows_more_where_there_is_one(
+    inside, monkeypatch, present, named
+):
+    def none():
+        raise DriverTooOld(detail="there is no NVIDIA driver here")
+
+    monkeypatch.setattr(gpu, "inventory", none)
+    monkeypatch.setattr(doctor_gpu, "gpu_present", lambda: present)
+    ran = inside("gpus")
+    assert ran.returncode == 12
+    hint = ran.stderr.splitlines()[-1]
+    assert [name for name in ("limosa demo", "limosa softgpu", "limosa doctor") if name in hint] == list(named)
 
 
 def test_no_such_job_by_name(cli):

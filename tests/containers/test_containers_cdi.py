@@ -187,6 +187,19 @@ def test_the_spec_is_roots_and_for_everybody_to_read(node: Node, spec: dict[str,
     assert "root" in node.run(["cat", "/etc/passwd"]).stdout
 
 
+def test_where_the_spec_cannot_be_written_nothing_is_installed(node: Node) -> None:
+    node.limosa("cdi", "--remove")
+    node.run(["mkdir", "--mode", "1777", "/etc/open"])
+    node.run(["mkdir", "/etc/folder.json"])
+    for path, why in (("/etc/open/x.json", "others can change that"), ("/etc/folder.json", "directory")):
+        told = node.limosa("cdi", "--output", path, rc=11).stderr
+        assert why in told
+        assert "in a folder that only root can change, as /etc/cdi: --output" in told
+        assert "sudo" not in told  # whoever is root has that
+        assert node.run(["ls", "/usr/local/lib/limosa"], rc=None).rc != 0
+    assert node.run(["ls", "-A", "/etc/open"]).stdout == ""
+
+
 SOFT = "limosa.dev/softgpu"
 
 

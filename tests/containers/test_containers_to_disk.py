@@ -844,6 +844,19 @@ def test_the_output_of_a_restored_container_of_runc_goes_to_a_file(desk_of: Call
     os.close(reader)
 
 
+def test_a_file_that_gets_no_output_is_not_said_to_have_it(desk_of: Callable[[str], Desk]) -> None:
+    """Its first output was /dev/null, and so is that of the container that comes back."""
+    desk = desk_of("runc")
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    one = desk.runtime.start("/bin/sh", "-c", "while sleep 0.05; do echo a; done", name=desk.name(), output=nowhere)
+    os.close(nowhere)
+    desk.checkpoint(one)
+    log = desk.place / "said.log"
+    assert desk.restore("--log", log)["log"] == ""
+    desk.back()
+    assert log.read_text() == ""
+
+
 def test_output_to_a_file_outside_is_refused(desk_of: Callable[[str], Desk]) -> None:
     desk = desk_of("runc")
     one = desk.runtime.start("/job", 16, 5, name=desk.name())

@@ -57,6 +57,14 @@ def commands():
             yield Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
 
 
+def started_with(mark):
+    """The command lines of all processes that have it in their environment."""
+    for pid in pids():
+        with contextlib.suppress(OSError):
+            if mark in Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0"):
+                yield Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+
+
 def processes_of(session):
     return [pid for pid in pids() if (stat := stat_of(pid)) is not None and stat[1] == session and stat[2] != "Z"]
 
@@ -320,7 +328,7 @@ def test_the_demo_as_people_run_it_with_numpy(limosa):
 @pytest.mark.criu
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_demo_as_people_run_it_without_a_gpu(limosa):
+def test_the_demo_as_people_run_it_without_a_gpu(limosa, runtime):
     """All of it on two software GPUs, two ranks there, then PyTorch on the CPU; said clearly, and nothing is left."""
     result = limosa("demo", "--steps", 200, rc=0, limit=550)
     assert "there is no NVIDIA GPU here: this runs on software GPUs" in result.stderr
@@ -337,6 +345,7 @@ def test_the_demo_as_people_run_it_without_a_gpu(limosa):
     assert re.search("all (200|400|800|1600) losses are the same to the bit", cpu)
     assert "These were software GPUs, not real ones" in cpu
     assert not Path("/dev/nvidia-soft").exists()
+    assert list(started_with(f"LIMOSA_RUNTIME_DIR={runtime}")) == []  # mover, vault and worker would keep the node
 
 
 @pytest.mark.criu

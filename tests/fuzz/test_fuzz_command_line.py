@@ -47,7 +47,7 @@ def inert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     for module, name in ((start, "popen"), (start, "run"), (node, "enter"), (node, "run_here")):
         monkeypatch.setattr(module, name, never)
-    for name in ("install", "remove", "write_spec"):  # on this machine, or wherever it is told to
+    for name in ("install", "install_with_spec", "remove", "write_spec"):  # on this machine, or wherever it is told to
         monkeypatch.setattr(cdi, name, never)
     monkeypatch.setattr(launch, "_spawn", fails)
     monkeypatch.setattr(main, "verb", functools.cache(main.verb))

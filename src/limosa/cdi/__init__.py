@@ -15,6 +15,7 @@ from limosa.cdi.spec import (
     FOLDERS,
     KIND,
     Spec,
+    check_place,
     installed_spec,
     read_spec,
     shim_spec,
@@ -29,6 +30,7 @@ __all__ = [
     "Libraries",
     "Spec",
     "install",
+    "install_with_spec",
     "installed_spec",
     "remove",
     "shim_spec",
@@ -36,6 +38,27 @@ __all__ = [
     "text_of",
     "write_spec",
 ]
+
+
+def install_with_spec(path: Path) -> tuple[Libraries, bool]:
+    """Install the libraries and write the spec that names them, or leave both as they were.
+
+    Returns:
+        The libraries, and whether anything was changed.
+
+    Raises:
+        NoLibrary, PermissionDenied: as :func:`install`.
+        OSError: as :func:`install` and :func:`write_spec`.
+    """
+    check_place(path)
+    libraries = install()
+    try:
+        changed = write_spec(shim_spec(libraries), path)
+    except BaseException:
+        if not libraries.there:
+            place.take_back(libraries.folder)
+        raise
+    return libraries, changed or not libraries.there
 
 
 def remove(path: Path) -> tuple[bool, list[Path]]:

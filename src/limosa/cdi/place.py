@@ -127,6 +127,14 @@ def remove(place: Path = PLACE) -> list[Path]:
     return kept
 
 
+def take_back(folder: Path) -> None:
+    """Remove a folder of libraries that was just installed, unless a process has it mounted already."""
+    if folder not in mounted(folder.parent):
+        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            folder.parent.rmdir()  # that of others stays
+
+
 def mounted(place: Path = PLACE) -> set[Path]:
     """Return the folders of libraries that are mounted in some process's namespace.
 

@@ -120,6 +120,16 @@ def spec_path(folder: str = FOLDERS[0]) -> Path:
     return Path(folder, FILE)
 
 
+def check_place(path: Path) -> None:
+    """Refuse a file whose specs root's runtimes would follow though others could change them.
+
+    Raises:
+        OSError: they could, or could change where it lies; or it cannot be looked at.
+    """
+    if os.geteuid() == 0 and (theirs := untrusted_part(path)) is not None:
+        raise PermissionError(errno.EPERM, "others can change that, and runtimes do as root what is in a spec", theirs)
+
+
 def write_spec(spec: Spec, path: Path) -> bool:
     """Write a spec, whole or not at all, for everybody to read; its folder is made where it is missing.
 
@@ -129,8 +139,7 @@ def write_spec(spec: Spec, path: Path) -> bool:
     Raises:
         OSError: it cannot be written, or others than root could change it, or where it lies.
     """
-    if os.geteuid() == 0 and (theirs := untrusted_part(path)) is not None:
-        raise PermissionError(errno.EPERM, "others can change that, and runtimes do as root what is in a spec", theirs)
+    check_place(path)
     text = text_of(spec)
     if _content(path) == text:
         return False

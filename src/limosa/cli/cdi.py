@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from limosa.cli.options import folder as path
@@ -10,6 +11,8 @@ from limosa.cli.verb import flag, option, verb
 from limosa.errors import PermissionDenied, UsageError
 
 _STDOUT = "-"
+_OTHER_USER = "sudo limosa cdi; or another FILE: --output"
+_OTHER_FILE = "another FILE, in a folder that only root can change, as /etc/cdi: --output"
 
 
 @verb(
@@ -52,16 +55,18 @@ def command(report: Report, *, output: Path | None, remove: bool) -> None:
                 "\n".join(said),
             )
             return
-        libraries = cdi.install()
-        spec = cdi.shim_spec(libraries)
-        changed = (not to_stdout and cdi.write_spec(spec, place)) or not libraries.there
+        if to_stdout:
+            libraries = cdi.install()
+            changed = not libraries.there
+        else:
+            libraries, changed = cdi.install_with_spec(place)
     except OSError as error:
         detail = f"{error.filename or place}: {error.strerror}"
-        raise PermissionDenied(detail=detail, hint="sudo limosa cdi; or another FILE: --output") from error
+        raise PermissionDenied(detail=detail, hint=_OTHER_USER if os.geteuid() else _OTHER_FILE) from error
     where = _STDOUT if to_stdout else str(place)
     report.result(
         {"device": cdi.DEVICE, "spec": where, "libraries": str(libraries.folder), "changed": changed, "kept": []},
-        cdi.text_of(spec).decode().rstrip()
+        cdi.text_of(cdi.shim_spec(libraries)).decode().rstrip()
         if to_stdout
         else f"containers that ask for {cdi.DEVICE} get the shim ({place})",
     )

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from limosa.gpu import Inventory
     from limosa.operation.jobs import Holder
 
+_NO_GPU = "none is needed for limosa demo and limosa softgpu --shell: they bring software GPUs (as root)"
+
 
 @verb()
 def command(report: Report) -> None:
@@ -27,11 +29,18 @@ def command(report: Report) -> None:
     (after suspend --release=memory-only, only their context): limosa ps
     lists them. CUDA_VISIBLE_DEVICES does not hide GPUs from this list.
     """
+    from limosa.errors import DriverTooOld
     from limosa.gpu import inventory
     from limosa.operation.counting import completed
+    from limosa.operation.doctor_gpu import gpu_present
     from limosa.operation.jobs import holders
 
-    found = completed(inventory())
+    try:
+        found = completed(inventory())
+    except DriverTooOld as error:
+        if not gpu_present():  # doctor misses no driver then
+            error.hint = _NO_GPU
+        raise
     whose = holders(p.pid for gpu in found.gpus for p in gpu.processes + gpu.mps_processes)
     if found.software:
         report.tell("these are software GPUs, not real ones")

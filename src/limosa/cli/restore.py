@@ -114,7 +114,10 @@ def _restore(report: Report, image: Path, options: dict[str, Any], timeout: floa
     with cancelling(report) as cancel:
         done = operation.restore(image, timeout=timeout, progress=report.progress, cancel=cancel, **options)
     report.warn(*done.warnings)
-    report.result(done, _text(done, options["print_stats"]))
+    text = _text(done, options["print_stats"])
+    if options["log"] is not None and not done.log:
+        text += f"\nnothing comes to {words.clean(options['log'])}: its output was on no pipe when it was checkpointed"
+    report.result(done, text)
 
 
 def _attached(report: Report, image: Path, options: dict[str, Any], timeout: float | None) -> None:

@@ -39,13 +39,17 @@ def command(report: Report, *, steps: int | None, pace: float, numpy: bool) -> N
     Exit code 1: the bits differ.
     """
     from limosa.demo.disturb import run, usable_gpus
-    from limosa.demo.node import go_on_in_a_node, why_here
+    from limosa.demo.node import end_helpers, go_on_in_a_node, why_here
 
     why = why_here()
     if not numpy and not usable_gpus()[0]:
         why = go_on_in_a_node(_briefly(usable_gpus()[1]), _again(steps, pace, report))
-    with cancelling(report) as cancel, Screen(report) as screen:
-        result = run(screen.show(cancel), steps=steps, pace=pace, only_numpy=numpy, why_no_gpus=why)
+    try:
+        with cancelling(report) as cancel, Screen(report) as screen:
+            result = run(screen.show(cancel), steps=steps, pace=pace, only_numpy=numpy, why_no_gpus=why)
+    finally:
+        if why_here():  # the node is the demo's own
+            end_helpers()
     report.result(result, lambda console: _table(result, console), exit_code=result.exit_code)
 
 

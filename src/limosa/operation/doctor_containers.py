@@ -24,7 +24,7 @@ def containers(*, fix: bool, log: Callable[[str], None]) -> Check:
     if wrong and fix and os.geteuid() == 0:
         log(f"writing {cdi.spec_path()}")
         try:
-            cdi.write_spec(cdi.shim_spec(cdi.install()), cdi.spec_path())
+            cdi.install_with_spec(cdi.spec_path())
             wrong = spec_problem()
         except (LimosaError, OSError) as error:
             wrong = str(error)

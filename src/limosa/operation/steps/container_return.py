@@ -120,6 +120,8 @@ class ContainerReturning(Returning):
                 )
                 self.contained = self.runtime.bring_back(self.record, self.made_as, self.bundle, kept)
                 self.stats = dict(self.contained.stats)
+                if output is not None and not _writes_to(self.contained.init, output):
+                    self.log = ""
                 work.note(Noted.CRIU_RESTORE, Phase.NOTE, made=self.contained.id)
                 self.runtime.rename(self.contained, self.called)
         finally:
@@ -224,3 +226,15 @@ class ContainerReturning(Returning):
 
     def _started(self, who: Identity) -> None:
         self.work.note(Noted.CRIU_RESTORE, Phase.NOTE, who.pid, criu=who.to_str())
+
+
+def _writes_to(init: Identity | None, pipe: int) -> bool:
+    """Whether a container's output goes to a pipe: only one that was on a pipe before is given this one by CRIU."""
+    if init is None:
+        return False
+    for number in (1, 2):
+        with contextlib.suppress(OSError):
+            # By its name: looking at the file itself would go to a file system of the container's.
+            if os.readlink(f"/proc/{init.pid}/fd/{number}") == os.readlink(f"/proc/self/fd/{pipe}"):
+                return True
+    return False
