@@ -39,7 +39,8 @@ def ping(session: Session, asked: Ping, fds: Sequence[int]) -> Reply:
     """Say who it is, how busy, on which GPUs, and when it ends."""
     shared = session.shared
     n = len(shared.all()) - 1
-    left = max(0.0, IDLE_SECONDS - (time.monotonic() - max(shared.last, shared.stay_until))) if not n else None
+    used = shared.resident or any(one.needed for one in shared.all())  # others may be looking at the same time
+    left = max(0.0, IDLE_SECONDS - (time.monotonic() - max(shared.last, shared.stay_until))) if not used else None
     said = {"pid": os.getpid(), "version": VERSION, "sessions": n, "gpus": shared.contexts.gpus(), "ends_in": left}
     return {**said, "retiring": shared.retiring}
 
