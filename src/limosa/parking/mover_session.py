@@ -34,7 +34,8 @@ class Shared:
         contexts: on the GPUs in use.
         retiring: no new connections: another mover takes over. Set where the driver has said something from which a
             process may not recover, where it is told to end, and where another has its name.
-        stay_until: not to end before (monotonic seconds), however idle: an arena is kept warm.
+        last: when it was last of use (monotonic seconds).
+        stay_until: not to end before (monotonic seconds), however idle: an arena was asked for.
         resident: what is to outlive sessions; not to end before it is empty.
         parts: what groups of verbs share between sessions, by a name of theirs.
     """
