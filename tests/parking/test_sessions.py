@@ -233,3 +233,21 @@ def test_a_vault_that_is_told_to_end_keeps_what_a_client_puts_before_it_goes(
     with servers[0].lock:
         servers[0].let_go(KEY)
     assert ended.wait(60)
+
+
+def test_a_vault_that_is_only_looked_at_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vault_main, "LISTEN_SECONDS", 0.05)
+    monkeypatch.setattr(vault_main, "IDLE_SECONDS", 0.5)
+    path = tmp_path / "vault"
+    thread = threading.Thread(target=vault_main.run, args=(str(path), threading.Event()), daemon=True)
+    thread.start()
+    end = time.monotonic() + 60
+    while thread.is_alive() and time.monotonic() < end:
+        with contextlib.suppress(OSError, EOFError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as one:
+            one.settimeout(60)
+            one.connect(str(path))
+            send(one, Ping())
+            receive_all(one, 60, fds=0)
+            time.sleep(0.2)  # it sees that somebody is there, and then that nobody is
+        time.sleep(0.15)
+    assert not thread.is_alive()

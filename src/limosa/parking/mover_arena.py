@@ -146,7 +146,8 @@ def _segments(shared: Shared) -> Segments:
 def look_after(shared: Shared) -> None:
     """Let go of segments that the vault has let go of; learn how long what is there is to be kept.
 
-    Called now and then by the mover's main thread.
+    What a suspended job has there is a use: not pinned, it would be copied back more slowly. What waits for the next
+    suspend is none: its ten minutes are those of the mover. Called now and then by a thread of the mover.
     """
     segments = _segments(shared)
     if not segments.any():
@@ -159,6 +160,8 @@ def look_after(shared: Shared) -> None:
                 said = vault.arena()
                 known = said.inodes
                 shared.stay_until = time.monotonic() + said.seconds
+                if said.used:
+                    shared.last = time.monotonic()
     segments.trim(known, shared.contexts)
 
 

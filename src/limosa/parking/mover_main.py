@@ -2,8 +2,8 @@
 
 Started by :mod:`limosa.parking.resident` and found by its socket; several controllers at once, a thread each
 (``mover_session.py``). The vault also holds what it holds for an operation, so it may be killed at any moment, and is
-replaced if it hangs. It ends ten minutes after its last controller has gone, after SIGTERM, or when told (``end``),
-as soon as nobody needs it.
+replaced if it hangs. It ends ten minutes after it was last used (by a controller, or for a suspended job's memory that
+it has pinned), after SIGTERM, or when told (``end``), as soon as nobody needs it.
 """
 
 from __future__ import annotations
@@ -39,9 +39,15 @@ def ping(session: Session, asked: Ping, fds: Sequence[int]) -> Reply:
     """Say who it is, how busy, on which GPUs, and when it ends."""
     shared = session.shared
     n = len(shared.all()) - 1
-    left = max(0.0, IDLE_SECONDS - (time.monotonic() - max(shared.last, shared.stay_until))) if not n else None
+    used = shared.resident or any(one.needed for one in shared.all())  # others may be looking at the same time
+    left = max(0.0, ends_at(shared) - time.monotonic()) if not used else None
     said = {"pid": os.getpid(), "version": VERSION, "sessions": n, "gpus": shared.contexts.gpus(), "ends_in": left}
     return {**said, "retiring": shared.retiring}
+
+
+def ends_at(shared: Shared) -> float:
+    """Return when it ends (monotonic seconds) unless somebody uses it before; an arena may be kept for longer."""
+    return max(shared.last + IDLE_SECONDS, shared.stay_until)
 
 
 def end(session: Session, asked: End, fds: Sequence[int]) -> Reply:
@@ -84,7 +90,7 @@ class MoverServer:
                     looking = threading.Thread(target=mover_arena.look_after, args=(shared,), daemon=True)
                     looking.start()  # the vault may hang
                     looked = time.monotonic()
-                if self.idle() > IDLE_SECONDS or not self.has_name() or self.any_stuck():
+                if self.is_over() or not self.has_name() or self.any_stuck():
                     shared.retiring = True  # never written back: others set it meanwhile
         if self.has_name():
             with contextlib.suppress(OSError):
@@ -110,12 +116,12 @@ class MoverServer:
             with contextlib.suppress(OSError):
                 os.unlink(path)
 
-    def idle(self) -> float:
-        """Return for how many seconds nobody has needed it."""
+    def is_over(self) -> bool:
+        """Return whether nobody has used it for long enough."""
         shared = self.shared
         with shared.lock:
             needed = self.clients or shared.resident
-            return 0.0 if needed else time.monotonic() - max(shared.last, shared.stay_until)
+            return not needed and time.monotonic() > ends_at(shared)
 
     def any_stuck(self) -> bool:
         """Return whether a call has been under way for longer than it may: others had better use another mover."""

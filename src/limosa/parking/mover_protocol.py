@@ -90,6 +90,8 @@ class Warm(Request, tag="warm"):
 class Pinned(Request, tag="pinned"):
     """Say how many bytes of the arena are pinned."""
 
+    looks = True
+
 
 class Host(Request, tag="host"):
     """Copy to an arena, or back: key, the arena's key, where in it, the GPU that copies."""

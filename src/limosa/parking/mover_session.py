@@ -19,7 +19,7 @@ from limosa.gpu.vmm import Contexts
 from limosa.ipc.messages import Message
 from limosa.ipc.packet import Given
 from limosa.ipc.sessions import Answer, Sessions
-from limosa.parking.vault_protocol import Ping, Request
+from limosa.parking.vault_protocol import Request
 
 Reply = dict[str, Any] | tuple[dict[str, Any], list[int]]
 STUCK_GRACE = 10.0
@@ -34,7 +34,8 @@ class Shared:
         contexts: on the GPUs in use.
         retiring: no new connections: another mover takes over. Set where the driver has said something from which a
             process may not recover, where it is told to end, and where another has its name.
-        stay_until: not to end before (monotonic seconds), however idle: an arena is kept warm.
+        last: when it was last of use (monotonic seconds).
+        stay_until: not to end before (monotonic seconds), however idle: an arena was asked for.
         resident: what is to outlive sessions; not to end before it is empty.
         parts: what groups of verbs share between sessions, by a name of theirs.
     """
@@ -65,12 +66,13 @@ class Session:
     Attributes:
         pieces: what it has had made or taken, by key: its own keys, dropped when it is gone.
         until: when the call under way counts as hung.
+        needed: whether it has done more than look.
     """
 
     def __init__(self, shared: Shared, verbs: Mapping[type[Request], Verb]):
         self.shared, self.pieces = shared, dict[str, list[Any]]()
         self.until = float("inf")
-        self._needed = False
+        self.needed = False
         self._verbs = verbs
         self._asked: Any = functools.reduce(operator.or_, verbs)
 
@@ -86,7 +88,7 @@ class Session:
                 self.drop(key)
             except Exception:  # a GPU that is lost, say: what is still mapped goes with this process
                 self.shared.retiring = True
-        if self._needed:
+        if self.needed:
             self.shared.last = time.monotonic()
 
     def held(self, key: str) -> list[Any]:
@@ -115,7 +117,7 @@ class Session:
         try:
             asked: Request = message.read_as(self._asked)
             self.until = time.monotonic() + asked.limit + STUCK_GRACE
-            self._needed |= not isinstance(asked, Ping)  # to be looked at is no reason to stay
+            self.needed |= not asked.looks
             reply = self._verbs[type(asked)](self, asked, came.fds)
             return Answer(*reply) if isinstance(reply, tuple) else Answer(reply)
         except LimosaError as error:

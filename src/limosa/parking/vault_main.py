@@ -109,6 +109,8 @@ class VaultServer:
         self.held: dict[str, Entry] = {}
         self.lending = Lending()
         self.pool = Pool(self.lending.close)
+        self.last = time.monotonic()
+        """When it last held something, or somebody other than one who only looks was there."""
         self.lock = threading.Lock()
         """Held by whoever looks at what is held, or changes it."""
 
@@ -203,6 +205,8 @@ class VaultServer:
 
     def look(self) -> None:
         """Let go of what is held for processes that have ended, and of what of the arena has long been free."""
+        if self.held.keys() or self.pool.free:
+            self.last = time.monotonic()
         let_ended_go(self.held, self.lending.close)
         self.pool.trim(self.used(), KEEP_SECONDS)
 
@@ -212,13 +216,16 @@ class VaultSession:
 
     def __init__(self, vault: VaultServer):
         self._vault = vault
+        self._needed = False
 
     def answer(self, message: Message, came: Given) -> Answer:
         """Do what is asked."""
         vault = self._vault
         with vault.lock:
             try:
-                said, given = vault.answer(message.read_as(Asked), came)  # type: ignore[arg-type]
+                asked: Asked = message.read_as(Asked)  # type: ignore[arg-type]
+                self._needed |= not asked.looks
+                said, given = vault.answer(asked, came)
             except NoRoom:
                 return Answer({"error": NO_ROOM, "used": vault.used()})
             except Exception as error:  # whatever it was: what is held here is the last copy of somebody's memory
@@ -233,10 +240,12 @@ class VaultSession:
 
     def gone(self) -> None:
         """What it had put stays."""
+        if self._needed:
+            self._vault.last = time.monotonic()
 
 
 def run(path: str, told: threading.Event) -> None:
-    """Answer until nothing has been held, and nobody has asked, for ``IDLE_SECONDS``.
+    """Answer until nothing has been held, and nobody has used it, for ``IDLE_SECONDS``.
 
     ``told`` is set to have it end as soon as it holds nothing and nobody is connected.
     """
@@ -250,13 +259,13 @@ def run(path: str, told: threading.Event) -> None:
     listens()
     vault = VaultServer()
     clients = Sessions(lambda: VaultSession(vault))
-    last = looked = time.monotonic()
+    looked = time.monotonic()
 
     def is_needed() -> bool:
         # In this order: a client may put something and go between the two.
         if clients or vault.held:
             return True  # whoever asks it to end waits until nobody's bytes end with it
-        return not told.is_set() and (bool(vault.pool.free) or time.monotonic() - last < IDLE_SECONDS)
+        return not told.is_set() and (bool(vault.pool.free) or time.monotonic() - vault.last < IDLE_SECONDS)
 
     with selectors.DefaultSelector() as ready:
         ready.register(listening, selectors.EVENT_READ)
@@ -264,8 +273,6 @@ def run(path: str, told: threading.Event) -> None:
             ready.select(LISTEN_SECONDS)
             clients.accept(listening)
             now = time.monotonic()
-            if clients:
-                last = now
             if now - looked > LOOK_SECONDS:
                 with vault.lock:
                     vault.look()

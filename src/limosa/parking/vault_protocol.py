@@ -5,7 +5,7 @@ What comes from the other side is decoded as one of these and bounded by them. N
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import msgspec
 
@@ -17,8 +17,13 @@ MOST_KEYS = 1 << 16
 
 
 class Request(msgspec.Struct, tag_field="verb", kw_only=True):
-    """What all that is asked has in common: after how many seconds whoever asks takes a mover for hung."""
+    """What all that is asked has in common: after how many seconds whoever asks takes a mover for hung.
 
+    Attributes:
+        looks: whether it only looks. That is no use of vault or mover: they end no later for it.
+    """
+
+    looks: ClassVar[bool] = False
     limit: Seconds = CALL_SECONDS
 
 
@@ -46,9 +51,13 @@ class Drop(Request, tag="drop"):
 class Keys(Request, tag="keys"):
     """Say what is held."""
 
+    looks = True
+
 
 class Ping(Request, tag="ping"):
     """Say who you are; of a mover also how busy, on which GPUs, and when it ends."""
+
+    looks = True
 
 
 class Segments(Request, tag="segments"):
@@ -71,6 +80,7 @@ class Reserve(Request, tag="reserve"):
 class AskArena(Request, tag="arena"):
     """Say what there is of the arena, and give what is free of it."""
 
+    looks = True
     with_free: bool = False
 
 
