@@ -332,6 +332,7 @@ class Runc(Runtime):
     """runc with bundles made by hand: the root folder is an overlay of the image's."""
 
     name = "runc"
+    options: tuple[str, ...] = ()
 
     def __init__(self, node: Node, engines: Engines, place: Path, rootfs: Path):
         super().__init__(node, engines, place)
@@ -339,7 +340,7 @@ class Runc(Runtime):
 
     def __call__(self, *arguments: object, rc: int | None = 0, limit: float = 180) -> Answer:
         """``runc("list")``."""
-        return self.call(self.engines["runc"], "--root", self.place / "state", *arguments, rc=rc, limit=limit)
+        return self.call(self.engines[self.name], "--root", self.place / "state", *arguments, rc=rc, limit=limit)
 
     def bundle(
         self,
@@ -388,7 +389,8 @@ class Runc(Runtime):
         log = self.place / f"{name}.log"
         pid_file = bundle / "pid"
         with open(log, "w") as out:
-            argv = [self.engines["runc"], "--root", self.place / "state", "run", "--detach", "--bundle", bundle]
+            argv = [self.engines[self.name], "--root", self.place / "state", *self.options]
+            argv += ["run", "--detach", "--bundle", bundle]
             process = subprocess.Popen(
                 [*map(str, argv), "--pid-file", str(pid_file), name],
                 stdin=subprocess.DEVNULL,
@@ -434,12 +436,19 @@ class Runc(Runtime):
 
     def exec_words(self, container: Container) -> list[str]:
         """What starts a program in a container, before its words."""
-        return [self.engines["runc"], "--root", str(self.place / "state"), "exec", container.id]
+        return [self.engines[self.name], "--root", str(self.place / "state"), "exec", container.id]
 
     def remove(self, container: Container) -> None:
         self("delete", "--force", container.id)
         self.call("/bin/umount", "--lazy", self.place / container.name / "rootfs", rc=None)
         self.containers.remove(container)
+
+
+class Crun(Runc):
+    """crun with the same bundles, and without cgroups: it has no way with cgroups of both versions."""
+
+    name = "crun"
+    options = ("--cgroup-manager=disabled",)
 
 
 class Containerd(Runtime):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from containers.runtimes import Podman, bundle_config, cgroup_layouts
+from containers.runtimes import Crun, Podman, bundle_config, cgroup_layouts
 from containers.test_containers_to_disk import listed, nodes, until
 
 from limosa.parking import LIBRARY
@@ -120,6 +120,30 @@ def test_what_crun_notes(
         assert (job["container"]["runtime"], job["container"]["name"]) == ("podman", TRAIN)
         node.limosa("move", f"podman:{TRAIN}", "--to", 1)
         assert nodes(one) == {"nvidia1"}
+        one.goes_on()
+
+
+@pytest.mark.parametrize("cgroups", cgroup_layouts()[:1], indirect=True)
+def test_crun_alone(
+    cgroups: str, node: Any, engines: Any, rootfs: Path, tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Moved in place, suspended and resumed; to disk it is refused."""
+    with contextlib.closing(Crun(node, engines, tmp_path / "crun", rootfs)) as crun:
+        one = crun.start("/job", 16, 20, name=TRAIN)
+        one.goes_on()
+        monkeypatch.setenv("LIMOSA_CONTAINER_STATE", str(tmp_path / "crun" / "state"))
+        (job,) = node.limosa("ps", "-o", "json").json["jobs"]
+        assert (job["container"]["runtime"], job["container"]["name"]) == ("crun", TRAIN)
+        for to in (1, 0):
+            node.limosa("move", f"crun:{TRAIN}", "--to", to)
+            assert nodes(one) == {f"nvidia{to}"}
+            one.goes_on()
+        node.limosa("suspend", f"crun:{TRAIN}")
+        node.limosa("resume", f"crun:{TRAIN}", "--to", 1)
+        assert nodes(one) == {"nvidia1"}
+        one.goes_on()
+        refused = node.limosa("checkpoint", f"crun:{TRAIN}", "--output", tmp_path / "image", "-o", "json", rc=None)
+        assert refused.rc == 13, refused
         one.goes_on()
 
 

@@ -164,7 +164,7 @@ class Containers:
             runtime = "docker"
         if not runtime and "/containerd/" in f"{state.folder}/":
             runtime = "docker" if state.folder.endswith("/moby") else "containerd"
-        runtime = runtime or ("crun" if state.folder.rstrip("/").endswith("crun") else "runc")
+        runtime = runtime or state.by
         if runtime == "podman":
             notes = {}  # an image says what is in there (its manifest's annotations): its own name is podman's to say
         name = _first(notes, _NAMES) or self._name(runtime, state)

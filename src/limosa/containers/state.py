@@ -44,6 +44,7 @@ class State(msgspec.Struct, frozen=True):
     cgroups: tuple[str, ...]  # folders, or paths of the hierarchy
     bundle: str
     notes: dict[str, str]  # annotations of its specification
+    by: str = "runc"  # whose form the note has: "runc", "crun"
 
 
 class _RuncConfig(msgspec.Struct):
@@ -148,7 +149,7 @@ def _state(folder: str, above: int, name: str) -> State | None:
             spec = read(crun.bundle, "config.json", _Spec)
             notes = (spec.annotations if spec else None) or {}
             cgroups = (f"/{crun.cgroup.lstrip('/')}",)
-            return State(name, folder, crun.pid, crun.start_time, cgroups, crun.bundle, notes)
+            return State(name, folder, crun.pid, crun.start_time, cgroups, crun.bundle, notes, "crun")
     return None
 
 
