@@ -1,4 +1,4 @@
-"""``stop`` of a job that is suspended, or of which nobody can say whether it is, or whose parent does not reap it."""
+"""``stop`` of a job that is suspended, or of which nobody can say whether it is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from limosa.errors import DriverHung, GpuUnavailable, JobSuspended, LimosaError, NoCudaState
 from limosa.operation import ending
-from limosa.process.identity import Identity, read_stat
+from limosa.process.identity import Identity
 from limosa.process.records import SuspendRecord
 
 
@@ -62,11 +62,3 @@ def test_what_was_suspended_is_not_ended_where_nobody_can_say_that_it_is_not(
     SuspendRecord(root=root, members=[root]).save()
     with pytest.raises(JobSuspended):
         ending._refuse_suspended(root, "", [root])
-
-
-def test_nobody_waits_for_a_parent_that_does_not_reap_the_job(start: Callable[..., object], runtime: object) -> None:
-    """The init of some machines takes seconds, that of some containers never does: no exit code after five seconds."""
-    root = Identity.of(start(["sleep", "60"], ready=None).pid)  # type: ignore[attr-defined]
-    done = ending.stop(root.pid, grace=60.0)
-    assert read_stat(root.pid).ended, "it is still there, as we have not reaped it"
-    assert (done.exit_code, done.killed) == (143, [])

@@ -260,7 +260,7 @@ def test_how_long_a_stop_took_does_not_depend_on_when_its_parent_reaps_it(start,
     late = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late[0], time=time.time, sleep=time.sleep)
     monkeypatch.setattr(ending, "time", clock)
-    monkeypatch.setattr(ending, "exit_code", lambda *_: late.__setitem__(0, 1000.0))
+    monkeypatch.setattr(ending, "exit_code", lambda _: late.__setitem__(0, 1000.0))
     assert api.stop(start(["sleep", "60"], ready=None).pid).seconds < 1000
     assert late == [1000.0]
 

@@ -63,7 +63,7 @@ def _waited(
             if cancel is not None and cancel.is_set():
                 raise CancelledUndone(f"no longer waiting for process {root.pid}")
             more = while_waiting is not None and while_waiting()
-        return time.time(), exit_code(root, handle.fd)
+        return time.time(), exit_code(handle.fd)
 
 
 def stop(
@@ -109,7 +109,7 @@ def stop(
             _wait_for(found.root, tree, time.monotonic() + _KILLED_SECONDS, None)
         handle.wait(_KILLED_SECONDS)
         seconds = time.monotonic() - started  # what comes now waits for its parent to reap it
-        code = exit_code(found.root, handle.fd)
+        code = exit_code(handle.fd)
     return StopResult(pid=found.root.pid, name=found.name, exit_code=code, killed=killed, seconds=seconds)
 
 

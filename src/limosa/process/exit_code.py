@@ -1,7 +1,7 @@
 """The exit code of a process that is not our child, as far as the kernel tells it.
 
 Linux 6.15 and newer tell it to everybody who had a pidfd open when the process was reaped (``PIDFD_GET_INFO`` of
-``linux/pidfd.h``). Older ones tell only its parent. Until it is reaped, ``/proc/PID/stat`` tells whoever may trace it.
+``linux/pidfd.h``). Older ones tell only its parent.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import select
 import struct
 import threading
 
-from limosa.errors import LimosaError
-from limosa.process.identity import Identity, read_stat
+from limosa.process.identity import Identity
 
 _SIZE = 64  # PIDFD_INFO_SIZE_VER0
 _GET_INFO = 3 << 30 | _SIZE << 16 | 0xFF << 8 | 11  # _IOWR(PIDFS_IOCTL_MAGIC, 11, struct pidfd_info)
@@ -45,44 +44,21 @@ def code_kept(identity: Identity) -> int | None:
     if fd < 0:
         return None
     try:
-        return exit_code(identity, fd)
+        return exit_code(fd)
     finally:
         os.close(fd)
 
 
-def exit_code(ended: Identity, pidfd: int, timeout: float = 5.0) -> int | None:
-    """Returns how a process that has ended did so; where only that can tell, once its parent has reaped it.
+def exit_code(pidfd: int, timeout: float = 5.0) -> int | None:
+    """Returns how a process ended, once its parent has reaped it.
 
     Args:
-        ended: the process.
         pidfd: opened while it was there.
         timeout: seconds to wait for that.
 
     Returns:
         Its exit code, or 128 + the signal that ended it; None where nobody can know.
     """
-    status = _status_of_zombie(ended)
-    return _code(status) if status else _code_of_reaped(pidfd, timeout)
-
-
-def _status_of_zombie(ended: Identity) -> int:
-    """How one ended that is not reaped yet: some take seconds to reap, and some never do. 0: it is not known so.
-
-    Then it was 0, it has been reaped, the caller may not read it, or an older kernel says how the first thread ended.
-    """
-    with contextlib.suppress(LimosaError):
-        stat = read_stat(ended.pid)
-        if stat.ended and stat.start_time == ended.start_time:
-            return stat.status
-    return 0
-
-
-def _code(status: int) -> int:
-    code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else 128 - code
-
-
-def _code_of_reaped(pidfd: int, timeout: float) -> int | None:
     poller = select.poll()
     poller.register(pidfd, 0)  # POLLHUP comes with the reaping, POLLIN with the end
     poller.poll(max(0, int(timeout * 1000)))
@@ -95,4 +71,5 @@ def _code_of_reaped(pidfd: int, timeout: float) -> int | None:
     if not mask & _EXIT:
         return None
     (status,) = struct.unpack_from("i", info, _EXIT_CODE)
-    return _code(status)
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code

@@ -40,7 +40,6 @@ class Stat(msgspec.Struct, frozen=True):
     n_threads: int
     start_time: int
     kernel: bool = False
-    status: int = 0  # of one that has ended, as its parent will have it; 0 also where the caller may not read it
 
     @property
     def ended(self) -> bool:
@@ -86,7 +85,6 @@ def read_stat(pid: int) -> Stat:
         n_threads=int(rest[17]),
         start_time=int(rest[19]),
         kernel=bool(int(rest[6]) & _PF_KTHREAD),
-        status=int(rest[49]) if len(rest) > 49 else 0,
     )
 
 
