@@ -152,6 +152,7 @@ OLD = {
     "2.23": ("libc6_2.23-0ubuntu11.3_amd64.deb", "d7825ca7a85a2a5c12ff653b9acf7218a86413c79dfe4e52035d63fe1285d642"),
     "2.27": ("libc6_2.27-3ubuntu1.6_amd64.deb", "5b813d4512491cd8fb30b2eb9192349ee75ffe3c9f21ae136cc7b2429f70c3b2"),
     "2.31": ("libc6_2.31-0ubuntu9.18_amd64.deb", "1b2281aac4935dfea1f89dfc19e445fdbb45303202af60679ccb8bf035f081a0"),
+    "2.35": ("libc6_2.35-0ubuntu3_amd64.deb", "ea9a27e0ebdd0cfc9c750d94f8074f3a35d1f97dcc77ae04c370fb498a6b6db2"),
 }
 
 
