@@ -325,7 +325,7 @@ def _end(api: Api, record: Record, runtime: Containerd, operation: str = "") -> 
             if time.monotonic() > end:
                 raise
         time.sleep(_TICK)
-    Leftovers(api.namespace, record.id, operation if not known else "").see_off(runtime.program, runtime.configured)
+    Leftovers(api.namespace, record.id, operation, known).see_off(runtime.program, runtime.configured)
     api.forget(record.id)
     if record.snapshot:
         api.remove_snapshot(record.snapshotter, record.snapshot)

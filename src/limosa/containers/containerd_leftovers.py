@@ -29,11 +29,12 @@ _MOST_ARGUMENTS = 4096
 
 
 class Leftovers(msgspec.Struct, frozen=True):
-    """Those of a container that containerd itself does not know any more."""
+    """Those of a container whose task containerd does not know any more, or never knew."""
 
     namespace: str  # containerd's
     id: str
-    operation: str  # which was restoring it, and whose processes are ended; "" where containerd does that
+    operation: str = ""  # which was restoring it, if it did not come to its end
+    ended: bool = False  # whether containerd has ended the task itself: then nobody else is to be ended
 
     def see_off(self, program: str, configured: Mapping[str, str]) -> None:
         """Wait until nobody works on the container and nothing is noted of it.
@@ -49,16 +50,20 @@ class Leftovers(msgspec.Struct, frozen=True):
         Raises:
             FailedUndone: that note stays.
         """
-        now = time.monotonic()
-        end, seen, quiet = now + _SECONDS, now, _QUIET_SECONDS if self.operation else 0.0
+        now = seen = busy = time.monotonic()
+        end = now + _SECONDS
+        ours = self.operation and not self.ended
         while now < end:
             at_work = list(self._at_work())
-            for pid in at_work if self.operation else []:
+            for pid in at_work if ours else []:
                 self._end(pid)
+            busy = now if at_work else busy
             if at_work or self._noted():
                 seen = now
-            elif now - seen >= quiet:
+            elif now - seen >= (_QUIET_SECONDS if ours else 0.0):
                 return
+            if self.operation and self.ended and now - busy >= _QUIET_SECONDS:
+                break  # a runc that was killed has left it, and containerd never heard of that
             time.sleep(_TICK)
             now = time.monotonic()
         if self.operation and self._noted():
