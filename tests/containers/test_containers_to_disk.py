@@ -6,8 +6,8 @@ import contextlib
 import json
 import os
 import secrets
-import shutil
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
