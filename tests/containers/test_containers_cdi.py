@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from soft_node import Node
 SHIM = "limosa.dev/job=shim"
 BOTH = {"liblimosa_shim.so", "liblimosa_sight.so"}
 OWN = "/etc/ld.so.preload"
+PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
 
 
 @pytest.fixture(autouse=True)
@@ -171,6 +173,19 @@ def test_what_containers_have_mounted_stays(node: Node, container: Any, spec: di
     while kept := node.limosa("cdi", "--remove", "-o", "json").json["kept"]:  # podman clears up after it has answered
         assert time.monotonic() < end, kept
     assert node.run(["ls", "/usr/local/lib/limosa"], rc=None).rc != 0
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["this", "another"])
+def test_only_what_is_mounted_of_this_file_system_is_in_use(same: bool, node: Node, spec: dict[str, Any]) -> None:
+    """Another machine's root, say, has a folder of that name too."""
+    libraries = spec["told"]["libraries"]
+    here = f"mount --bind {libraries} /mnt" if same else f"mount -t tmpfs none /usr/local/lib; mkdir -p {libraries}"
+    one = node.popen(["unshare", "-m", "sh", "-ec", f"{here}; mount --bind {libraries} /mnt; echo; cat"], **PIPES)
+    try:
+        assert one.stdout.readline() == "\n"
+        assert node.limosa("cdi", "--remove", "-o", "json").json["kept"] == ([libraries] if same else [])
+    finally:
+        one.communicate(timeout=20)
 
 
 def test_the_spec_is_roots_and_for_everybody_to_read(node: Node, spec: dict[str, Any]) -> None:

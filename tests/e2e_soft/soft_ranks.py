@@ -95,10 +95,11 @@ class Ranks:
         path = self.folder / "verdict"
         return path.read_text() if path.exists() else ""
 
-    def is_to_end(self) -> int:
-        """Has it end after a step that no rank has begun; which one."""
-        large = int(self.options[self.options.index("--elements") + 1]) >= LARGE
-        last = max(self.steps()) + (AHEAD_LARGE if large else AHEAD)
+    def is_to_end(self, last: int | None = None) -> int:
+        """Has it end after that step, or one that no rank has begun; which one."""
+        if last is None:
+            large = int(self.options[self.options.index("--elements") + 1]) >= LARGE
+            last = max(self.steps()) + (AHEAD_LARGE if large else AHEAD)
         new = self.folder / "until.new"
         new.write_text(str(last))
         new.rename(self.folder / "until")

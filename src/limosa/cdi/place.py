@@ -140,9 +140,16 @@ def mounted(place: Path = PLACE) -> set[Path]:
 
     Users' namespaces can have any number of mounts: what cannot be looked at in time counts as mounted.
     """
+    try:
+        there = {one for one in place.iterdir() if _NAME.fullmatch(one.name)}
+        begins = _in_mountinfo(place)
+    except FileNotFoundError:
+        return set()
+    if begins is None:
+        return there
     found: set[Path] = set()
     seen: set[str] = set()
-    pattern = re.compile(re.escape(os.fsencode(f"{place}/")) + rb"([0-9a-f]{16})")
+    pattern = re.compile(rb" " + re.escape(begins) + rb"/([0-9a-f]{16})[/ ]")
     end = time.monotonic() + _LOOK_SECONDS
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -152,9 +159,31 @@ def mounted(place: Path = PLACE) -> set[Path]:
                 with open(f"/proc/{pid}/mountinfo", "rb") as lines:
                     for line in lines:
                         if time.monotonic() > end:
-                            return {one for one in place.iterdir() if _NAME.fullmatch(one.name)}
+                            return there
                         found |= {place / name.decode() for name in pattern.findall(line)}
     return found
+
+
+def _in_mountinfo(place: Path) -> bytes | None:
+    """Return how a mount of the place begins there: its file system's number and the path in it (``8:1 /usr/local…``).
+
+    The number is not ``st_dev`` on btrfs, and the path not the place's own where a file system is mounted above it.
+    ``None``: that mount is not shown, as in a chroot.
+
+    Raises:
+        FileNotFoundError: there is no place.
+    """
+    fd = os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        info = Path(f"/proc/self/fdinfo/{fd}").read_bytes()
+    finally:
+        os.close(fd)
+    mount = next(line.split()[1] for line in info.splitlines() if line.startswith(b"mnt_id:"))
+    lines = (line.split(b" ") for line in Path("/proc/self/mountinfo").read_bytes().splitlines())
+    for number, root, point in (fields[2:5] for fields in lines if fields[0] == mount):
+        return number + b" " + os.path.join(root, os.path.relpath(os.fsencode(path), point))
+    return None
 
 
 def _read(path: Path) -> bytes:
