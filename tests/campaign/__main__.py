@@ -206,7 +206,8 @@ def record(rooms: int, ground: str, only: Sequence[str] = (), way: str = "driver
     if way == "ranks":
         names = [(o, v) for v in ranks.VICTIMS for o in ranks.OPERATIONS if ranks.possible(o, v)]
     elif way == "containers":
-        names = [(o, v) for v in containers.VICTIMS for o in containers.OPERATIONS]
+        every = (*containers.OPERATIONS, *containers.HOLDING)
+        names = [(o, v) for v in containers.VICTIMS for o in every if containers.possible(o, v)]
     elif way == "parked":
         names = [(o, v) for v in parked.VICTIMS for o in parked.OPERATIONS if parked.possible(o, v)]
     else:

@@ -25,12 +25,13 @@ from containers.runtimes import (
     clear_cgroups,
     lay_out_cgroups,
     own_cgroups,
+    own_folders,
     steps_of,
 )
 from support import stat_of
 
 from campaign.ground import ROOM
-from campaign.jobs import PASSING, PATIENCE, Lost
+from campaign.jobs import PASSING, PATIENCE, Lost, UnderShim
 from campaign.shapes import SHAPES
 
 if TYPE_CHECKING:
@@ -50,9 +51,9 @@ class _Here:
     def add(self, process: Any) -> None:
         """It ends with the room."""
 
-    def run(self, argv: list[str]) -> None:
+    def run(self, argv: list[str]) -> Any:
         """Runs a program to its end."""
-        subprocess.run(argv, check=True, stdin=subprocess.DEVNULL, stdout=2)
+        return subprocess.run(argv, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
 
 
 class Boxes:
@@ -64,6 +65,7 @@ class Boxes:
 
     def __init__(self, base: Path):
         self.base, self.engines, here = base / "boxes", Engines(), _Here()
+        self._here = here
         self.base.mkdir()
         from limosa_softgpu.build import SOFTGPU
 
@@ -77,7 +79,7 @@ class Boxes:
         self.podman = Podman(here, self.engines, self.base / "podman")  # type: ignore[arg-type]
         self.parent = f"/limosa-test-{os.environ.get(ROOM) or os.getpid()}"
         self.runc.parent = self.podman.parent = self.parent
-        self._loaded = False
+        self._loaded = self._shim = False
         self._twin: dict[int, str] = {}
         self.count = 0
         self.clone = ""
@@ -98,6 +100,18 @@ class Boxes:
             self.podman.load(make_image(self.base / "image.tar", self.rootfs))
             self._loaded = True
         return self.podman
+
+    def devices(self, shape: str) -> dict[str, Any]:
+        """What a victim of that class asks its runtime for besides."""
+        if not SHAPES[shape].shim:
+            return {}
+        from limosa import cdi
+
+        if not self._shim:
+            own_folders(self._here, "/etc", "/usr/local/lib")  # type: ignore[arg-type]
+            cdi.install_with_spec(cdi.spec_path())
+            self._shim = True
+        return {"cdi": [cdi.DEVICE]}
 
     def twin(self, last: int) -> dict[int, str]:
         """What the job computes where nobody disturbs it, as far as this step."""
@@ -191,7 +205,7 @@ class Boxes:
         self._closing.close()
 
 
-class BoxJob:
+class BoxJob(UnderShim):
     """One container, with what a room asks of a victim (``Job``)."""
 
     missing: frozenset[int] = frozenset()
@@ -203,8 +217,8 @@ class BoxJob:
         self.runtime = boxes.of(shape)
         self.name = name or boxes.new_name()
         self.folder = boxes.base / "none"
-        start = self.runtime.start_job
-        box = self.runtime.known(name) if name else start("/job", MIB, PACE, gpus=(first,), name=self.name)
+        start, more = self.runtime.start_job, {} if name else boxes.devices(shape)
+        box = self.runtime.known(name) if name else start("/job", MIB, PACE, gpus=(first,), name=self.name, **more)
         self._take(box)
         self.goes_on(limit=30.0)
         self.size, self.open, self.ran = self.resident(), self.descriptors(), self.threads()
@@ -335,14 +349,6 @@ class BoxJob:
 
     def command(self, name: str, limit: float = 3.0) -> None:
         """No container is told anything."""
-
-    def parked_memory(self) -> list[list[tuple[str, bool]]]:
-        """Nothing of it is parked."""
-        return []
-
-    def stands(self) -> set[str]:
-        """It has no shim."""
-        return set()
 
     # -- what befalls it -----------------------------------------------------------------------------------------
 

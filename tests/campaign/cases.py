@@ -106,7 +106,7 @@ class Case(NamedTuple):
         if case.victim in ranks.VICTIMS:
             known = ranks.OPERATIONS
         if case.boxed:
-            known = containers.OPERATIONS
+            known = (*containers.OPERATIONS, *containers.HOLDING)
         if case.operation not in known or case.victim not in SHAPES:
             raise ValueError(f"{name!r} is no case")
         return case

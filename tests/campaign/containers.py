@@ -9,12 +9,14 @@ removes or restarts the container. Steps come from ``containers.json``, which
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from campaign import parked
 from campaign.shapes import SHAPES
 
 if TYPE_CHECKING:
@@ -40,6 +42,12 @@ BROKEN = {
 }
 """What is left for ``recover``: the operation, and where it and its worker were killed."""
 
+HOLDING = ("recover-there", "recover-aside", "recover-kept", "recover-back")
+"""Of the broken ones of the parked way (``parked.py``), those of a container with the shim."""
+HELPERS = ("kill-vault", "kill-mover", "kill-vault-mover", "kill-mover-both", "kill-vault-both", "vault-nofile")
+CALLS_FAIL = ("result-2", "hang-for-good", "crash-caller")
+"""How a call of the mover's, or of the shim's, fails: in more ways in ``parked.py``."""
+
 WITH_RUNTIME = ("checkpoint", "leave-running", "restore", "restore-to")
 OPERATIONS = ("move", "suspend", "resume", "resume-to", *WITH_RUNTIME, "clone", *BROKEN)
 
@@ -64,19 +72,41 @@ DRIVER = (
 
 def enumerate_all(known: dict[str, Any]) -> Iterator[Case]:
     """Every case of containers."""
-    from campaign import parked
     from campaign.cases import Case
 
-    for operation, victim, steps in parked.kinds(known, OPERATIONS, VICTIMS, lambda *_: True):
-        for kind in (_points(operation, victim, steps), _driver(steps), parked.disk(steps), _whole(operation, victim)):
-            for step, fault in kind:
-                yield Case(operation, victim, step, fault)
+    for operation, victim, steps in parked.kinds(known, (*OPERATIONS, *HOLDING), VICTIMS, possible):
+        kinds = [_points(operation, victim, steps), parked.disk(steps), _whole(operation, victim)]
+        if SHAPES[victim].shim:
+            kinds += [parked.driver(steps), _held(operation, steps), parked.calls(victim, steps, CALLS_FAIL)]
+        else:
+            kinds.append(_driver(steps))
+        for step, fault in itertools.chain(*kinds):
+            yield Case(operation, victim, step, fault)
+
+
+def possible(operation: str, victim: str) -> bool:
+    """Whether an operation can be done to that class of victim."""
+    return operation in OPERATIONS or SHAPES[victim].shim
+
+
+def _held(operation: str, steps: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Vault and mover of the machine are killed, or may open no more files, while they have what is the container's."""
+    from campaign.cases import dashed
+
+    for name, n, living in steps["points"]:
+        if name.startswith("during"):
+            continue
+        for fault in HELPERS:
+            if operation.startswith("recover") and "vault-mover" in fault:
+                continue  # limosa has been killed before: nobody else has the memory
+            if all(one in living or one in ("kill", "both") for one in parked.doomed(fault)):
+                yield f"point.{dashed(name)}.{n}", fault
 
 
 def _points(operation: str, victim: str, steps: dict[str, Any]) -> Iterator[tuple[str, str]]:
     from campaign.cases import dashed
 
-    begun = BROKEN.get(operation, (operation,))[0]
+    begun, boxed = _begun(operation), SHAPES[victim].box
     there = not begun.startswith("restore")
     names = [(name, n, living) for name, n, living in steps["points"] if not name.startswith("during")]
     during = dict.fromkeys(name for name, _, _ in steps["points"] if name.startswith("during"))
@@ -89,14 +119,18 @@ def _points(operation: str, victim: str, steps: dict[str, Any]) -> Iterator[tupl
         elif there:
             faults += ACTS
         for who in WHO:
-            if set(who.split("-")) & set(living) and ("oci" not in who or victim == "podman"):
+            if set(who.split("-")) & set(living) and ("oci" not in who or boxed == "podman"):
                 faults += [f"kill-{who}", f"kill-{who}-both"]
-        if victim == "podman" and there:
+        if boxed == "podman" and there:
             faults.append("monitor-killed")
         for fault in faults:
             if "kill-worker" in fault and "worker" not in living:
                 continue
             yield step, fault
+
+
+def _begun(operation: str) -> str:
+    return (BROKEN | parked.BROKEN).get(operation, (operation,))[0]
 
 
 def _driver(steps: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -107,14 +141,15 @@ def _driver(steps: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _whole(operation: str, victim: str) -> Iterator[tuple[str, str]]:
-    there = not BROKEN.get(operation, (operation,))[0].startswith("restore")
+    begun, boxed = _begun(operation), SHAPES[victim].box
+    there = not begun.startswith("restore")
     faults = ["none", *(f"random-kill-{who}.{n}" for who in ("limosa", "worker", "both") for n in range(3))]
     faults += [f"random-{name}.{n}" for name in ("sigint", "sigterm") for n in range(2)]
     faults += ["full-runtime", *(f"limosa-nofile.{n}" for n in range(3))]
     if there:
         faults += [f"random-{act}.{n}" for act in ACTS for n in range(4)]
-    if BROKEN.get(operation, (operation,))[0] in WITH_RUNTIME:
-        programs = ("runtime", "criu") if victim == "runc" else ("runtime", "oci", "criu")
+    if begun in WITH_RUNTIME:
+        programs = ("runtime", "criu") if boxed == "runc" else ("runtime", "oci", "criu")
         faults += [f"random-kill-{who}.{n}" for who in programs for n in range(4)]
     if not operation.startswith("recover"):
         faults += [f"timeout.{n}" for n in range(6)]

@@ -13,7 +13,7 @@ from typing import Any
 from support import end_session, pids, stat_of
 
 from campaign.processes import REAL
-from campaign.shapes import COMMANDS, SHAPES, Slot
+from campaign.shapes import COMMANDS, SHAPES, Shape, Slot
 from campaign.twin import Proof, expected
 
 PATIENCE = 30.0 if REAL else 8.0
@@ -27,7 +27,49 @@ class Lost(AssertionError):
     """A victim does not do what it has to."""
 
 
-class Job:
+class UnderShim:
+    """What shims say of a victim's processes, where it has them."""
+
+    known: Shape
+    cuda_pids: Any
+
+    def alive(self) -> bool:
+        """Whether it lives."""
+        raise NotImplementedError
+
+    def parked_memory(self) -> list[list[tuple[str, bool]]]:
+        """Of each process under the shim, what it looks after: on which GPU (UUID) it is, and whether it is away."""
+        from limosa.errors import LimosaError
+        from limosa.parking.shim import Shim
+        from limosa.process.identity import Identity
+
+        found = []
+        for pid in self.cuda_pids if self.known.shim and self.alive() else ():
+            try:
+                with Shim(Identity.of(pid)) as shim:
+                    devices = shim.devices()
+                    found.append([(devices[m.device], m.away) for m in shim.memories()])
+            except LimosaError:
+                continue
+        return found
+
+    def stands(self) -> set[str]:
+        """How the shims of its processes stand: "open", "closed", "away"; none where it has none."""
+        from limosa.errors import LimosaError
+        from limosa.parking.shim import Shim
+        from limosa.process.identity import Identity
+
+        found = set()
+        for pid in self.cuda_pids if self.known.shim and self.alive() else ():
+            try:
+                with Shim(Identity.of(pid)) as shim:
+                    found.add(shim.hello().stand.name.lower())
+            except LimosaError:
+                continue
+        return found
+
+
+class Job(UnderShim):
     """One victim: all its processes."""
 
     def __init__(self, nursery: Any, shape: str, folder: Path, first: int):
@@ -130,22 +172,6 @@ class Job:
             if told != twin:
                 raise Lost(f"memory of process {slot} is not its twin's: {told} instead of {twin}")
 
-    def parked_memory(self) -> list[list[tuple[str, bool]]]:
-        """Of each process under the shim, what it looks after: on which GPU (UUID) it is, and whether it is away."""
-        from limosa.errors import LimosaError
-        from limosa.parking.shim import Shim
-        from limosa.process.identity import Identity
-
-        found = []
-        for pid in self.cuda_pids if self.known.shim and self.alive() else ():
-            try:
-                with Shim(Identity.of(pid)) as shim:
-                    devices = shim.devices()
-                    found.append([(devices[m.device], m.away) for m in shim.memories()])
-            except LimosaError:
-                continue
-        return found
-
     def communicators(self) -> dict[int, str]:
         """How the gate of each of its ranks that answer stands: "open", "cut", "shut"; "closed" what is closed."""
         from limosa.errors import LimosaError
@@ -157,21 +183,6 @@ class Job:
             with contextlib.suppress(LimosaError), Shim(Identity.of(pid)) as shim:
                 look, comms = shim.comms()
                 found[pid] = "closed" if any(comm.closed for comm in comms) else look.gate.name.lower()
-        return found
-
-    def stands(self) -> set[str]:
-        """How the shims of its processes stand: "open", "closed", "away"; none where it has none."""
-        from limosa.errors import LimosaError
-        from limosa.parking.shim import Shim
-        from limosa.process.identity import Identity
-
-        found = set()
-        for pid in self.cuda_pids if self.known.shim and self.alive() else ():
-            try:
-                with Shim(Identity.of(pid)) as shim:
-                    found.add(shim.hello().stand.name.lower())
-            except LimosaError:
-                continue
         return found
 
     def words(self) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from campaign.cases import Case
 
 STEPS = Path(__file__).with_name("parked.json")
-VICTIMS = tuple(name for name, shape in SHAPES.items() if shape.shim and not shape.ranks)
+VICTIMS = tuple(name for name, shape in SHAPES.items() if shape.shim and not (shape.ranks or shape.box))
 
 BROKEN = {
     "recover-ready": ("move", "after put of the vault"),
@@ -130,7 +130,7 @@ def possible(operation: str, victim: str) -> bool:
 def enumerate_all(known: dict[str, Any]) -> Iterator[Case]:
     """Every case of the parked way."""
     for operation, victim, steps in kinds(known, OPERATIONS, VICTIMS, possible):
-        yield from cases_of(operation, victim, steps, _points(operation, victim, steps), _calls(victim, steps))
+        yield from cases_of(operation, victim, steps, _points(operation, victim, steps), calls(victim, steps))
 
 
 def kinds(
@@ -190,13 +190,14 @@ def doomed(fault: str) -> list[str]:
     return [word for part in fault.split("+") if part.startswith("kill-") for word in part.split("-")]
 
 
-def _calls(victim: str, steps: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def calls(victim: str, steps: dict[str, Any], fails: Iterable[str] = FAILS) -> Iterator[tuple[str, str]]:
+    """Calls of the driver by the mover, or by the shim in the job, that fail."""
     for who, functions in (("mover", MOVER), ("job", JOB)):
         if who == "job" and churns(victim):
             continue  # its own calls would fail
         for function in functions:
             for n in some(steps.get(MEASURED, {}).get(f"{who}.{function}", 0)):
-                for fault in FAILS:
+                for fault in fails:
                     if who == "job" and fault.startswith("after-"):
                         continue  # nobody can know that a driver has done what it says it has not
                     yield f"{who}.{function}.{n}", fault

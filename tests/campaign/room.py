@@ -245,7 +245,7 @@ class Room:
         """The victim does what its class does, or dies."""
         job = self.jobs["a"]
         flag = self.base / "out" / "flag"
-        if SHAPES[job.shape].box:
+        if SHAPES[job.shape].box and not what.endswith("-nofile"):
             befallen(self, what)
         elif what in ("exit", "fork", "spin", "callback"):
             job.command(what, 1.0)

@@ -68,7 +68,7 @@ class Shape(NamedTuple):
         processes: parts of each process with CUDA state; slot by slot.
         idle: processes of the tree without CUDA state.
         behaviour: what it does when it is told to: "exit", "fork", "stop", "busy", or "".
-        shim: whether it runs under the shim, as ``limosa run`` starts it.
+        shim: whether it runs under the shim, as ``limosa run`` starts it; a container has it by ``limosa cdi``.
         blind: whether it sees no GPU but its first (CUDA_VISIBLE_DEVICES).
         hidden: whether the other GPUs are hidden from it, as by ``limosa run --gpus``.
         box: the runtime whose container it is; its job is that of ``tests/containers``.
@@ -135,6 +135,8 @@ SHAPES: dict[str, Shape] = {
     # Containers (boxes.py).
     "runc": Shape((_ONE,), box="runc"),
     "podman": Shape((_ONE,), box="podman"),
+    "runc-shim": Shape(((Part(0, plain=(2 * MiB,)),),), box="runc", shim=True),
+    "podman-shim": Shape(((Part(0, plain=(2 * MiB,)),),), box="podman", shim=True),
     # Ranks that talk over NCCL; large buffers can be parked.
     "ranks": _ranks(2, Ranks(groups=True)),
     "ranks-ring": _ranks(2, Ranks(p2p=True, meets=7)),

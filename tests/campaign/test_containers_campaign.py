@@ -14,7 +14,8 @@ from campaign import cases, containers
 from campaign.__main__ import spread
 from campaign.twice import part, points_are_known, run_and_replay, run_what_failed_once
 
-RUNC, PODMAN, PODMAN_ALONE = 94, 14, 10
+COUNTS = {"runc": 60, "runc-shim": 24, "podman": 10, "podman-shim": 4}
+PODMAN_ALONE, SHIM_ALONE = 10, 8
 CHUNKS = 4
 SEED = int(os.environ.get("LIMOSA_CAMPAIGN_SEED", "1"))
 
@@ -24,6 +25,7 @@ FOUND = (
     "restore/runc/run/none",
     "recover-writing/runc/run/limosa-nofile.0",
     "checkpoint/podman/point.after-note-post-dump-done.0/restarted+kill-both",
+    "restore-to/runc/point.during-restore.7/kill-runtime-both",
 )
 """What failed when more of it was run, one of each cause (docs/reliability.md)."""
 
@@ -39,11 +41,13 @@ def programs() -> None:
 def sample() -> list[tuple[cases.Case, int]]:
     """Most of them of runc, which takes a third of podman's time; what only podman can meet besides."""
     everything = cases.everything(way="containers")
-    runc, podman = ([case for case in everything if case.victim == victim] for victim in ("runc", "podman"))
-    kinds = {cases.kind_of_fault(case.fault) for case in runc}
-    alone = [case for case in podman if cases.kind_of_fault(case.fault) not in kinds]
+    of = {victim: [case for case in everything if case.victim == victim] for victim in COUNTS}
+    kinds = {cases.kind_of_fault(case.fault) for case in of["runc"]}
+    alone = [case for case in of["podman"] if cases.kind_of_fault(case.fault) not in kinds]
     picked: list[cases.Case] = []
-    for some, count in ((runc, RUNC), (podman, PODMAN), (alone, PODMAN_ALONE)):
+    held = [case for case in of["runc-shim"] if case.operation in containers.HOLDING]
+    some_of = [*((of[victim], COUNTS[victim]) for victim in of), (alone, PODMAN_ALONE), (held, SHIM_ALONE)]
+    for some, count in some_of:
         picked += cases.chosen(some, count, SEED)
     return spread(picked, SEED)
 
@@ -52,12 +56,13 @@ def test_the_sample_has_every_operation_victim_and_fault_of_containers() -> None
     everything = cases.everything(way="containers")
     picked = [case for case, _ in sample()]
     assert cases.once(everything) > 4000
-    assert len({case.name for case in picked}) == RUNC + PODMAN + PODMAN_ALONE
+    assert len({case.name for case in picked}) == sum(COUNTS.values()) + PODMAN_ALONE + SHIM_ALONE
     assert len([case for case in picked if case.fault != "none"]) > 100
     for field in ("operation", "victim"):
         assert {getattr(c, field) for c in picked} == {getattr(c, field) for c in everything}
     kinds = {cases.kind_of_fault(c.fault) for c in everything}
     asked = {*containers.ACTS, "kill-runtime", "kill-criu", "kill-oci", "monitor-killed", "kill-both"}
+    asked |= {"kill-vault", "kill-mover"}
     assert asked <= kinds & {cases.kind_of_fault(c.fault) for c in picked}
     assert len(kinds - {cases.kind_of_fault(c.fault) for c in picked}) <= len(kinds) // 4
     assert all(cases.Case.named(case.name) == case for case in everything)
@@ -67,6 +72,7 @@ def test_the_sample_has_every_operation_victim_and_fault_of_containers() -> None
 def test_the_steps_are_those_that_the_operations_take_now() -> None:
     """A new step is a new row: ``make faults WAY=containers RECORD=1`` writes them down."""
     only = [f"{operation}/runc" for operation in ("move", "checkpoint", "restore-to", "recover-boxed-dump")]
+    only += [f"{operation}/runc-shim" for operation in ("move", "recover-there")]
     points_are_known(containers.STEPS, only, "containers")
 
 

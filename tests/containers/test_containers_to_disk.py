@@ -159,6 +159,20 @@ def test_a_container_ends_in_an_image_and_comes_back(desk: Desk, rootfs: Path) -
     as_undisturbed(desk, rootfs, again)
 
 
+@pytest.mark.parametrize("desk", ["runc"], indirect=True)
+def test_what_a_killed_runc_has_mounted_is_not_emptied(desk: Desk) -> None:
+    """``runc delete --force`` empties what is mounted in its folder: the root file system of the bundle."""
+    one = desk.job()
+    one.goes_on()
+    rootfs, place = desk.runtime.place / one.name / "rootfs", desk.runtime.place / "state" / one.name / "criu-root"
+    desk.node.run(["mkdir", place])
+    desk.node.run(["mount", "--bind", rootfs, place])
+    desk.checkpoint(one)
+    assert {"job", "out"} <= set(desk.node.run(["ls", rootfs]).stdout.split())
+    desk.restore()
+    desk.back().goes_on()
+
+
 @pytest.mark.parametrize("cgroups", cgroup_layouts(), indirect=True)
 @each("podman-parked", "runc-driver", "containerd-parked")
 def test_it_comes_back_on_another_gpu(cgroups: str, desk: Desk, rootfs: Path, word: str) -> None:

@@ -14,18 +14,17 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from limosa.containers import calls
+from limosa.containers.runc_leftovers import unmount_root
 from limosa.containers.runtime import check_name
 from limosa.containers.state import OF_CONTAINERD
 from limosa.errors import FailedUndone, LimosaError
 from limosa.process.criu.lent import was_lent
 from limosa.process.identity import Handle, Identity
-from limosa.process.slurp import head
 
 _SECONDS = 10.0
 _QUIET_SECONDS = 2.0  # a shim that containerd was asked for begins within
 _TICK = 0.05
 _SIGKILL = 9
-_MOST_ARGUMENTS = 4096
 
 
 class Leftovers(msgspec.Struct, frozen=True):
@@ -68,6 +67,7 @@ class Leftovers(msgspec.Struct, frozen=True):
             now = time.monotonic()
         if self.operation and self._noted():
             check_name(self.namespace)  # containerd has checked both; runc removes whatever folder they name
+            unmount_root(self._notes, check_name(self.id))
             argv = [program, "--root", self._notes, "delete", "--force", "--", check_name(self.id)]
             said = calls.call(argv, configured)
             if said.rc and self._noted():
@@ -81,15 +81,10 @@ class Leftovers(msgspec.Struct, frozen=True):
         return os.path.lexists(f"{self._notes}/{self.id}")
 
     def _at_work(self) -> Iterator[int]:
-        """The processes of root's that are a shim started for it, or a runc that restores it."""
-        shim = {b"-namespace", os.fsencode(self.namespace), b"-id", os.fsencode(self.id)}
-        runc = {b"--root", os.fsencode(self._notes), b"restore", os.fsencode(self.id)}
-        for pid in filter(str.isdigit, os.listdir("/proc")):
-            with contextlib.suppress(OSError):
-                if os.stat(f"/proc/{pid}").st_uid == 0:
-                    words = set(head(f"/proc/{pid}/cmdline", _MOST_ARGUMENTS).split(b"\0"))
-                    if shim <= words or runc <= words:
-                        yield int(pid)
+        """The processes that are a shim started for it, or a runc that restores it."""
+        shim = {"-namespace", self.namespace, "-id", self.id}
+        runc = {"--root", self._notes, "restore", self.id}
+        return (pid for pid, words in calls.command_lines() if shim <= set(words) or runc <= set(words))
 
     def _end(self, pid: int) -> None:
         """End one of them, if it has the CRIU on its PATH that was lent to that operation."""

@@ -10,6 +10,7 @@ import msgspec
 from limosa.containers import calls
 from limosa.containers.calls import Said
 from limosa.containers.find import in_hierarchy
+from limosa.containers.runc_leftovers import begun, take_away, unmount_root
 from limosa.containers.runtime import (
     JOINED,
     MACHINES,
@@ -123,6 +124,9 @@ class Runc(Runtime):
         found = []
         if self.find(name) is not None:
             found.append(("container-name", f"runc has a container {name} already", "another name with --name"))
+        elif there := self._begun(name):
+            text = f"somebody has begun to make a container {name}, and it is not there yet: {there[0]}/{name}"
+            found.append(("container-name", text, "another name with --name"))
         given, place = bundle or record.bundle, self.bundle_of(record, bundle)
         if any(os.path.realpath(s.bundle) == place for s in states(self.notes) if s.bundle):
             text = f"another container lives in the bundle {place}"
@@ -198,13 +202,28 @@ class Runc(Runtime):
 
     def remove_made(self, word: str, bundle: str, operation: str) -> None:
         found = self.find(word)
-        if found is not None and os.path.realpath(found.bundle) == os.path.realpath(bundle):
+        if found is None:
+            self._remove_begun(word)
+        elif os.path.realpath(found.bundle) == os.path.realpath(bundle):
             self.remove(found.id)
+
+    def _remove_begun(self, name: str) -> None:
+        """Take away what a runc that was killed has begun."""
+        program = os.path.basename(self.program)
+        at_work = (words for _, words in calls.command_lines() if os.path.basename(words[0]) == program)
+        if any(name in words for words in at_work):
+            return  # somebody is just making a container of that name
+        for folder in self._begun(name):
+            take_away(folder, name)
+
+    def _begun(self, name: str) -> list[str]:
+        return [folder for folder in folders(self.notes) if begun(folder, name)]
 
     def remove(self, id_: str, on_start: Callable[[Identity], None] = calls.nobody) -> None:
         state = self._state(id_)
         if state is None:
             return
+        unmount_root(state.folder, id_)
         said = self._run("--root", state.folder, "delete", "--force", "--", id_, on_start=on_start)
         if said.rc and self._state(id_) is not None:
             raise FailedUndone(what="runc delete", detail=said.why)

@@ -82,7 +82,7 @@ def states(besides: Sequence[str] = ()) -> Iterator[State]:
         besides: further folders of notes.
     """
     for folder in folders(besides):
-        with contextlib.suppress(OSError), closing(_open_folder(folder)) as fd, os.scandir(fd) as entries:
+        with contextlib.suppress(OSError), closing(open_folder(folder)) as fd, os.scandir(fd) as entries:
             names = [entry.name for entry in itertools.islice(entries, _MOST_CONTAINERS)]
             for name in sorted(names):
                 found = _state(folder, fd, name)
@@ -116,7 +116,7 @@ def folders(besides: Sequence[str] = ()) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _open_folder(folder: str) -> int:
+def open_folder(folder: str) -> int:
     """Open a folder that nobody but root and the caller can change, nor the way to it.
 
     Raises:
@@ -166,7 +166,7 @@ def read(folder: str, name: str, type_: type[_T]) -> _T | None:
     """
     if not os.path.isabs(folder):
         return None
-    with contextlib.suppress(OSError), closing(_open_folder(folder)) as fd:
+    with contextlib.suppress(OSError), closing(open_folder(folder)) as fd:
         return decoded(fd, name, type_)
     return None
 
