@@ -19,6 +19,7 @@ from containers.engines import Engines
 from containers.images import make_image, make_rootfs
 from containers.runtimes import (
     Container,
+    Containerd,
     Podman,
     Runc,
     cgroup_layouts,
@@ -28,7 +29,7 @@ from containers.runtimes import (
     own_folders,
     steps_of,
 )
-from support import stat_of
+from support import pids, stat_of
 
 from campaign.ground import ROOM
 from campaign.jobs import PASSING, PATIENCE, Lost, UnderShim
@@ -40,6 +41,13 @@ if TYPE_CHECKING:
 MIB, PACE, STEPS = 2, 4, 3000
 TAIL = 16 << 10
 _STEP = re.compile(r"step (\d+) hash (0x[0-9a-f]+)\n")
+_BY_CTR = {
+    "paused": '"$1" tasks pause "$2"',
+    "unpaused": '"$1" tasks resume "$2"',
+    "stopped": '"$1" tasks kill --signal KILL "$2"',
+    "removed": '"$1" tasks delete --force "$2"; "$1" containers delete "$2"',
+    "restarted": '"$1" tasks delete --force "$2"; exec "$1" tasks start --detach --log-uri "file://$3" "$2"',
+}
 _NODE = re.compile(r"nvidia(\d+)")
 
 
@@ -73,12 +81,14 @@ class Boxes:
         self._closing = contextlib.ExitStack()
         self._closing.enter_context(own_cgroups(f"limosa-room-{os.environ.get(ROOM) or os.getpid()}"))
         lay_out_cgroups(here, cgroup_layouts()[0])  # type: ignore[arg-type]
-        os.makedirs("/run/runc", exist_ok=True)  # its notes of podman's containers are gone with the room
-        here.run(["mount", "-t", "tmpfs", "-o", "mode=711", "tmpfs", "/run/runc"])
+        for notes in ("/run/runc", "/run/containerd"):  # of podman's containers and containerd's: gone with the room
+            os.makedirs(notes, exist_ok=True)
+            here.run(["mount", "-t", "tmpfs", "-o", "mode=711", "tmpfs", notes])
         self.runc = Runc(here, self.engines, self.base / "runc", self.rootfs)  # type: ignore[arg-type]
         self.podman = Podman(here, self.engines, self.base / "podman")  # type: ignore[arg-type]
         self.parent = f"/limosa-test-{os.environ.get(ROOM) or os.getpid()}"
         self.runc.parent = self.podman.parent = self.parent
+        self._daemons: Containerd | None = None
         self._loaded = self._shim = False
         self._twin: dict[int, str] = {}
         self.count = 0
@@ -90,16 +100,44 @@ class Boxes:
         """What ``limosa`` has in its environment besides, where it works with these runtimes."""
         env = self.podman.environment()
         kept = {name: env[name] for name in env if name.startswith("CONTAINERS_") or name == "PATH"}
+        if self._daemons is not None:
+            kept["CONTAINERD_ADDRESS"] = str(self.containerd.socket)
         return {**kept, "LIMOSA_CONTAINER_STATE": str(self.runc.place / "state")}
 
-    def of(self, shape: str) -> Runc | Podman:
+    def of(self, shape: str) -> Runc | Podman | Containerd:
         """The runtime of a class of victims."""
         if SHAPES[shape].box == "runc":
             return self.runc
+        if SHAPES[shape].box == "containerd":
+            return self.containerd
         if not self._loaded:
-            self.podman.load(make_image(self.base / "image.tar", self.rootfs))
+            self.podman.load(self._archive())
             self._loaded = True
         return self.podman
+
+    @property
+    def containerd(self) -> Containerd:
+        """containerd, whose daemon begins when it is first asked for."""
+        if self._daemons is None:
+            found = Containerd(self._here, self.engines, self.base / "containerd")  # type: ignore[arg-type]
+            found.parent = self.parent
+            found.load(self._archive())
+            self._daemons = found
+        return self._daemons
+
+    def _archive(self) -> Path:
+        path = self.base / "image.tar"
+        return path if path.exists() else make_image(path, self.rootfs)
+
+    @property
+    def begun(self) -> list[Runc | Podman | Containerd]:
+        """Those that have been used."""
+        found: list[Runc | Podman | Containerd] = [self.runc]
+        if self._loaded:
+            found.append(self.podman)
+        if self._daemons is not None:
+            found.append(self._daemons)
+        return found
 
     def devices(self, shape: str) -> dict[str, Any]:
         """What a victim of that class asks its runtime for besides."""
@@ -142,12 +180,29 @@ class Boxes:
 
     def end_clone(self) -> None:
         """Nothing of the clone is left."""
-        if isinstance(self._cloned.runtime, Runc):
-            self.runc("delete", "--force", self.clone, rc=None)
+        self._remove(self._cloned.runtime, self.clone)
+        if self._cloned.runtime is self.runc:
             self.runc.call("/bin/umount", "--lazy", self.runc.place / self.clone / "rootfs", rc=None)
-        else:
-            self.podman("rm", "--force", "--time", "0", "--ignore", self.clone, rc=None)
         self.clone = ""
+
+    def _remove(self, runtime: Runc | Podman | Containerd, name: str) -> None:
+        if isinstance(runtime, Podman):
+            runtime("rm", "--force", "--time", "0", "--ignore", name, rc=None)
+        elif isinstance(runtime, Runc):
+            runtime("delete", "--force", name, rc=None)
+        else:
+            runtime("tasks", "delete", "--force", name, rc=None)
+            runtime("containers", "delete", name, rc=None)
+
+    def shims_of_nobody(self) -> list[str]:
+        """The containers that containerd has forgotten, and that a shim is still there for."""
+        known, found = self.containerd.names(), []
+        for pid in pids():
+            with contextlib.suppress(OSError, ValueError):
+                words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+                if "containerd-shim" in words[0] and str(self.containerd.socket) in " ".join(words):
+                    found.append(words[words.index("-id") + 1])
+        return [name for name in found if name not in known]
 
     def mounts(self, runtime: Runc | Podman) -> list[Path]:
         """What is mounted for a runtime's containers: roots of runc's bundles, of the folders of podman's store."""
@@ -157,12 +212,9 @@ class Boxes:
     def wipe(self) -> None:
         """No container is left."""
         self.acts_end(5.0)
-        for runtime in (self.runc, self.podman) if self._loaded else (self.runc,):
+        for runtime in self.begun:
             for name in runtime.names():
-                if runtime is self.podman:
-                    self.podman("rm", "--force", "--time", "0", name, rc=None)
-                else:
-                    self.runc("delete", "--force", name, rc=None)
+                self._remove(runtime, name)
             runtime.containers.clear()
         for root in self.mounts(self.runc):
             self.runc.call("/bin/umount", "--lazy", root, rc=None)
@@ -174,7 +226,7 @@ class Boxes:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env=self.podman.environment(),
+            env={**self.podman.environment(), **self.environment()},
             cwd="/",
         )
         self.acts.append(process)
@@ -197,7 +249,7 @@ class Boxes:
     def close(self) -> None:
         """Nothing of them is left."""
         self.acts_end(1.0)
-        for runtime in (self.runc, self.podman) if self._loaded else (self.runc,):
+        for runtime in self.begun:
             with contextlib.suppress(AssertionError, OSError, subprocess.SubprocessError):
                 runtime.close()
         with contextlib.suppress(AssertionError):
@@ -355,6 +407,9 @@ class BoxJob(UnderShim):
     def befall(self, what: str) -> None:
         """Somebody pauses, stops, removes or restarts it, with its runtime's own program."""
         engines = self.boxes.engines
+        if self.known.box == "containerd":
+            self.boxes.act(["/bin/sh", "-c", _BY_CTR[what], "sh", engines["ctr"], self.name, self._log])
+            return
         podman, runc = [engines["podman"]], [engines["runc"], "--root", self.runtime.place / "state"]
         if self.known.box == "podman":
             words = {
@@ -382,6 +437,8 @@ class BoxJob(UnderShim):
         """What its runtime says of it."""
         if self.known.box == "podman":
             return self.boxes.podman("inspect", "--format", "{{.State.Status}}", self.name, rc=None).stdout.strip()
+        if isinstance(self.runtime, Containerd):
+            return self.runtime.state(self.name)
         return str(self.boxes.runc("state", self.name).json["status"])
 
     def monitor(self) -> int:
@@ -398,6 +455,9 @@ class BoxJob(UnderShim):
         if self.name in self.runtime.names():
             if self.known.box == "podman":
                 self.runtime.call(self.boxes.engines["podman"], "rm", "--force", "--time", "0", self.name)
+            elif self.known.box == "containerd":
+                self.runtime("tasks", "delete", "--force", self.name, rc=None)
+                self.runtime("containers", "delete", self.name)
             else:
                 self.thaw()
                 self.runtime("delete", "--force", self.name)
@@ -478,6 +538,11 @@ def befallen(room: Room, what: str) -> None:
     if what in ("killed", "monitor-killed"):
         with contextlib.suppress(OSError):
             os.kill(job.pid if what == "killed" else job.monitor(), signal.SIGKILL)
+        return
+    if what == "daemon-killed":  # and somebody, systemd say, starts it again
+        room.boxes.containerd.daemon.kill()
+        room.boxes.containerd.daemon.wait()
+        room.after(0.4, room.boxes.containerd.begin)
         return
     job.befall(what)
     if what == "paused":

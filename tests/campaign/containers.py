@@ -38,6 +38,10 @@ BROKEN = {
     "recover-left-frozen": ("leave-running", "before thaw"),
     "recover-making": ("restore", "during restore"),
     "recover-made": ("restore", "before note criu-restore done"),
+    "recover-prepared": ("restore", "after ask of Snapshots Prepare"),
+    "recover-created": ("restore", "after ask of Tasks Create"),
+    "recover-started": ("restore", "after ask of Tasks Start"),
+    "recover-deleting": ("checkpoint", "before ask of Tasks Delete"),
     "recover-its-devices": ("restore-to", "before leave of devices"),
 }
 """What is left for ``recover``: the operation, and where it and its worker were killed."""
@@ -49,8 +53,16 @@ CALLS_FAIL = ("result-2", "hang-for-good", "crash-caller")
 """How a call of the mover's, or of the shim's, fails: in more ways in ``parked.py``."""
 
 WITH_RUNTIME = ("checkpoint", "leave-running", "restore", "restore-to")
+BY_PROGRAM = ("recover-making", "recover-ending")
+BY_SOCKET = ("recover-prepared", "recover-created", "recover-started", "recover-deleting")
+"""Where a program of the runtime's is at work, or containerd is asked."""
 OPERATIONS = ("move", "suspend", "resume", "resume-to", *WITH_RUNTIME, "clone", *BROKEN)
 
+ASKED = (
+    *("Containers Create", "Containers Delete", "Diff Apply", "Snapshots Prepare", "Snapshots Remove"),
+    *("Tasks Create", "Tasks Delete", "Tasks Start"),
+)
+"""What containerd is asked for that changes something."""
 VERBS = {"checkpoint": "checkpoint", "restore": "restore", "rename": "rename", "rm": "the end", "delete": "the end"}
 """What a runtime's program is told, and what its points are called."""
 TICKS = (0, 1, 3, 7, 15, 30)
@@ -59,9 +71,10 @@ WHO = ("runtime", "oci", "criu", "runtime-oci-criu")
 ACTS = ("paused", "stopped", "removed", "restarted")
 AT_POINTS = ("kill-limosa", "kill-worker", "kill-both", "sigint", "sigterm", "sigint-twice", "job-killed")
 WITH_ACTS = (*ACTS, *(f"{act}+kill-both" for act in ACTS))
+BEFALL = (*ACTS, "daemon-killed")
 DEADLY = ("stopped", "removed", "restarted", "criu", "monitor")
 """Faults that end the job, or may: CRIU that is killed may have its own code in it (docs/caveats.md)."""
-IN_THE_WAY = ("paused", "removed", "stopped", "restarted")
+IN_THE_WAY = ("paused", "removed", "stopped", "restarted", "daemon-killed")
 """Faults that may keep an undo from coming to its end."""
 
 DRIVER = (
@@ -86,6 +99,8 @@ def enumerate_all(known: dict[str, Any]) -> Iterator[Case]:
 
 def possible(operation: str, victim: str) -> bool:
     """Whether an operation can be done to that class of victim."""
+    if operation in (BY_PROGRAM if SHAPES[victim].box == "containerd" else BY_SOCKET):
+        return False
     return operation in OPERATIONS or SHAPES[victim].shim
 
 
@@ -121,8 +136,10 @@ def _points(operation: str, victim: str, steps: dict[str, Any]) -> Iterator[tupl
         for who in WHO:
             if set(who.split("-")) & set(living) and ("oci" not in who or boxed == "podman"):
                 faults += [f"kill-{who}", f"kill-{who}-both"]
-        if boxed == "podman" and there:
+        if boxed in ("podman", "containerd") and there:
             faults.append("monitor-killed")
+        if boxed == "containerd":
+            faults += ["daemon-killed", "daemon-killed+kill-both"]
         for fault in faults:
             if "kill-worker" in fault and "worker" not in living:
                 continue
@@ -148,8 +165,10 @@ def _whole(operation: str, victim: str) -> Iterator[tuple[str, str]]:
     faults += ["full-runtime", *(f"limosa-nofile.{n}" for n in range(3))]
     if there:
         faults += [f"random-{act}.{n}" for act in ACTS for n in range(4)]
+    if boxed == "containerd":
+        faults += [f"random-daemon-killed.{n}" for n in range(4)]
     if begun in WITH_RUNTIME:
-        programs = ("runtime", "criu") if boxed == "runc" else ("runtime", "oci", "criu")
+        programs = ("runtime", "criu") if boxed != "podman" else ("runtime", "oci", "criu")
         faults += [f"random-kill-{who}.{n}" for who in programs for n in range(4)]
     if not operation.startswith("recover"):
         faults += [f"timeout.{n}" for n in range(6)]
@@ -166,7 +185,7 @@ def _whole(operation: str, victim: str) -> Iterator[tuple[str, str]]:
 
 def watch(disturber: Disturber) -> None:
     """Makes points of what a runtime's program does, and of what is done to a container."""
-    from limosa.containers import calls, devices
+    from limosa.containers import calls, containerd_api, devices
     from limosa.operation import container_gpus, recover_containers
     from limosa.operation.steps import container_dump
 
@@ -201,9 +220,16 @@ def watch(disturber: Disturber) -> None:
         for name in ("freeze", "thaw"):
             if hasattr(module, name):
                 disturber.around(module, name, lambda *_, _name=name: _name)
+    disturber.around(containerd_api.Api, "ask", lambda _, method, *__, **___: _asked(method))
     for name in ("add", "leave"):
         disturber.around(devices, name, lambda *_, _name=name, **__: f"{_name} of devices")
     assert container_gpus.devices is devices
+
+
+def _asked(method: str) -> str:
+    """What a call of containerd's is called, if it is a point."""
+    name = method.rpartition(".")[2].replace("/", " ")
+    return f"ask of {name}" if name in ASKED else ""
 
 
 def at_work(runtime: int) -> dict[str, int]:

@@ -246,7 +246,7 @@ class Fault:
         if not pid or not self.room.began or early:  # not before it is what it says it is
             self.room.after(0.002, lambda: self._strike(kind, fired) if self.room.controller_pid else None)
             return
-        if (what := kind.removeprefix("random-")) in containers.ACTS:
+        if (what := kind.removeprefix("random-")) in containers.BEFALL:
             self.room.behave(what)
             return
         if kind in ("random-sigint", "random-sigterm"):

@@ -88,7 +88,7 @@ class Room:
         self.controllers = Nursery("controllers", env)
         self._preloaded: Nursery | None = None
         self._boxes: Boxes | None = None
-        self._boxed: Nursery | None = None
+        self._boxed: dict[str, Nursery] = {}
         self.jobs: dict[str, Any] = {}
         self.images: dict[str, Path] = {}
         self.count = 0
@@ -130,10 +130,12 @@ class Room:
         """Where command lines come from: those for containers from one that finds their runtimes."""
         if not boxed:
             return self.controllers
-        if self._boxed is None:
-            self._boxed = Nursery("controllers", {**os.environ, **self.boxes.environment()})
-            self.own.add(self._boxed.process.pid)
-        return self._boxed
+        environment = self.boxes.environment()
+        kind = environment.get("CONTAINERD_ADDRESS", "")
+        if kind not in self._boxed:
+            self._boxed[kind] = Nursery("controllers", {**os.environ, **environment})
+            self.own.add(self._boxed[kind].process.pid)
+        return self._boxed[kind]
 
     # -- processes ---------------------------------------------------------------------------------------------
 
@@ -156,8 +158,8 @@ class Room:
             if pid in self.own or pid in resident or stat is None or stat[2] in "ZX" or stat[1] in sessions:
                 continue
             with contextlib.suppress(OSError):
-                if Path(f"/proc/{pid}/comm").read_text() == "conmon\n":
-                    continue  # podman's, as long as a container lives
+                if Path(f"/proc/{pid}/comm").read_text().startswith(("conmon", "containerd")):
+                    continue  # podman's, as long as a container lives; containerd itself, and its shims
                 if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                     words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")[:120]
                     found[pid] = words.decode(errors="replace")
@@ -590,7 +592,7 @@ class Room:
         self.reset()
         if self._boxes is not None:
             self._boxes.close()
-        for nursery in filter(None, (self.victims, self.controllers, self._preloaded, self._boxed)):
+        for nursery in filter(None, (self.victims, self.controllers, self._preloaded, *self._boxed.values())):
             assert nursery.process.stdin is not None
             nursery.process.stdin.close()
         shutil.rmtree(self.base, ignore_errors=True)

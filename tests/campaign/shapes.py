@@ -135,8 +135,10 @@ SHAPES: dict[str, Shape] = {
     # Containers (boxes.py).
     "runc": Shape((_ONE,), box="runc"),
     "podman": Shape((_ONE,), box="podman"),
+    "containerd": Shape((_ONE,), box="containerd"),
     "runc-shim": Shape(((Part(0, plain=(2 * MiB,)),),), box="runc", shim=True),
     "podman-shim": Shape(((Part(0, plain=(2 * MiB,)),),), box="podman", shim=True),
+    "containerd-shim": Shape(((Part(0, plain=(2 * MiB,)),),), box="containerd", shim=True),
     # Ranks that talk over NCCL; large buffers can be parked.
     "ranks": _ranks(2, Ranks(groups=True)),
     "ranks-ring": _ranks(2, Ranks(p2p=True, meets=7)),

@@ -476,7 +476,11 @@ address = "{self.socket}.ttrpc"
 {config}
 """
         )
-        self.daemon = self._serve(engines["containerd"], "--config", self.config)
+        self.begin()
+
+    def begin(self) -> None:
+        """Starts its daemon, which finds the containers that are there."""
+        self.daemon = self._serve(self.engines["containerd"], "--config", self.config)
 
     def __call__(self, *arguments: object, rc: int | None = 0, limit: float = 180) -> Answer:
         """``containerd("containers", "list")``: its ctr."""
@@ -518,12 +522,18 @@ address = "{self.socket}.ttrpc"
         return self.start(*command, **{"gpus": (0,), **options})
 
     def known(self, name: str) -> Container:
-        log = self.logs[0]  # the task that it was has said which
-        own = sorted(log.parent.glob(f"{log.name}*.{name}"))  # of one that has come back under another name
+        # The task that it was has said which: its own, or that of the one that it is a clone of.
+        log = next((one for one in self.logs if one.name == f"{name}.log"), self.logs[0])
+        own = sorted(log.parent.glob(f"*.log*.{name}"))  # of one that has come back under another name
         return self._started(name, name, self._tasks()[name], own[0] if own else log)
 
     def names(self) -> list[str]:
         return self("containers", "list", "--quiet").stdout.split()
+
+    def state(self, name: str) -> str:
+        """What it says of a container's task: "running", say."""
+        lines = [line.split() for line in self("tasks", "list").stdout.splitlines()[1:]]
+        return next((fields[2].lower() for fields in lines if fields[0] == name), "")
 
     def snapshots(self) -> list[str]:
         """The root file systems of containers that it has, of those that are there or not."""

@@ -32,6 +32,7 @@ _FILES = (
 )
 _PRELOADED = (build.SHIM_LIBRARY, build.SIGHT_LIBRARY)
 _LOOK_SECONDS = 20.0
+_OCTAL = re.compile(rb"\\([0-7]{3})")
 _NAME = re.compile(r"[0-9a-f]{16}")
 
 
@@ -142,33 +143,35 @@ def mounted(place: Path = PLACE) -> set[Path]:
     """
     try:
         there = {one for one in place.iterdir() if _NAME.fullmatch(one.name)}
-        begins = _in_mountinfo(place)
+        where = _in_mountinfo(place)
     except FileNotFoundError:
         return set()
-    if begins is None:
+    if where is None:
         return there
+    # By the path in the file system, or, since NFS tells none of that, by the place that containers have it at.
+    paths = b"|".join(re.escape(path) for path in (where[1], os.fsencode(place)))
+    pattern = re.compile(rb" %s .*?(?:%s)/([0-9a-f]{16})[/ ]" % (re.escape(where[0]), paths))
     found: set[Path] = set()
     seen: set[str] = set()
-    pattern = re.compile(rb" " + re.escape(begins) + rb"/([0-9a-f]{16})[/ ]")
     end = time.monotonic() + _LOOK_SECONDS
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             namespace = os.readlink(f"/proc/{pid}/ns/mnt")
             if namespace not in seen:
-                seen.add(namespace)
                 with open(f"/proc/{pid}/mountinfo", "rb") as lines:
                     for line in lines:
                         if time.monotonic() > end:
                             return there
                         found |= {place / name.decode() for name in pattern.findall(line)}
+                seen.add(namespace)
     return found
 
 
-def _in_mountinfo(place: Path) -> bytes | None:
-    """Return how a mount of the place begins there: its file system's number and the path in it (``8:1 /usr/local…``).
+def _in_mountinfo(place: Path) -> tuple[bytes, bytes] | None:
+    """Return the number of the place's file system and the path in that, as mountinfo has them ("8:1", "/usr/local…").
 
     The number is not ``st_dev`` on btrfs, and the path not the place's own where a file system is mounted above it.
-    ``None``: that mount is not shown, as in a chroot.
+    ``None``: that mount is not shown, as in a chroot, or is called in some strange way.
 
     Raises:
         FileNotFoundError: there is no place.
@@ -182,7 +185,9 @@ def _in_mountinfo(place: Path) -> bytes | None:
     mount = next(line.split()[1] for line in info.splitlines() if line.startswith(b"mnt_id:"))
     lines = (line.split(b" ") for line in Path("/proc/self/mountinfo").read_bytes().splitlines())
     for number, root, point in (fields[2:5] for fields in lines if fields[0] == mount):
-        return number + b" " + os.path.join(root, os.path.relpath(os.fsencode(path), point))
+        below = os.path.relpath(os.fsencode(path), _OCTAL.sub(lambda found: bytes([int(found[1], 8)]), point))
+        if not below.startswith(b"..") and not any(one in below for one in b" \t\n\\"):
+            return number, os.path.normpath(os.path.join(root, below))
     return None
 
 

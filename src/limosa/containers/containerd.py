@@ -28,6 +28,7 @@ from limosa.containers.containerd_api import OPTIONS, Api, Layer, Record, addres
 from limosa.containers.containerd_leftovers import Leftovers
 from limosa.containers.protobuf import Malformed, Message, message
 from limosa.containers.runc import Spec, joined_namespaces, network_of, write_by_runc
+from limosa.containers.runc_leftovers import unmount_root
 from limosa.containers.runtime import (
     SHARES,
     Contained,
@@ -37,8 +38,8 @@ from limosa.containers.runtime import (
     check_name,
     criu_said_in,
 )
-from limosa.containers.state import State, namespace_of, states
-from limosa.errors import CannotBeMoved, FailedUndone
+from limosa.containers.state import OF_CONTAINERD, State, namespace_of, states
+from limosa.errors import CannotBeMoved, FailedUndone, LimosaError
 from limosa.image import ContainerRecord
 from limosa.process.criu.lent import kept_places, stopped_children
 from limosa.process.criu.stats import DumpStats, restore_stats
@@ -138,6 +139,7 @@ class Containerd(Runtime):
             id=record.id,
             name=record.id,
             init=init,
+            run=str(task.number(_PID)) if task is not None else "",
             image=record.image,
             image_id=parent,
             bundle=state.bundle if state is not None else "",
@@ -241,8 +243,11 @@ class Containerd(Runtime):
                 made = _record(made_of, word, record.name)
                 api.create(made)
                 self._start(api, made, made_of, kept)
-        except FailedUndone as error:
-            if why := criu_said_in(kept.work_fd, "restore.log"):
+        except BaseException as error:
+            why = criu_said_in(kept.work_fd, "restore.log") if isinstance(error, FailedUndone) else ""
+            with contextlib.suppress(LimosaError):  # the undo tries again, and says so
+                self.remove_made(name, bundle, word.operation)  # now: the CRIU is lent no longer than this
+            if why:
                 raise FailedUndone(what="containerd's restore", detail=why) from error
             raise
         found = self.find(f"{word.namespace}/{word.id}")
@@ -315,6 +320,7 @@ def _end(api: Api, record: Record, runtime: Containerd, operation: str = "") -> 
     while True:
         with contextlib.suppress(grpc.Refused):
             api.ask("tasks.v1.Tasks/Kill", (1, record.id), (3, _SIGKILL), (4, 1))
+        unmount_root(f"{OF_CONTAINERD}/{api.namespace}", record.id)
         try:
             api.ask("tasks.v1.Tasks/Delete", (1, record.id))
             break

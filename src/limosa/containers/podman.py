@@ -12,6 +12,7 @@ import msgspec
 
 from limosa import start
 from limosa.containers import calls
+from limosa.containers.runc_leftovers import take_away
 from limosa.containers.runtime import (
     MACHINES,
     NAME,
@@ -28,6 +29,7 @@ from limosa.containers.runtime import (
     is_port,
     living,
 )
+from limosa.containers.state import folders
 from limosa.errors import FailedUndone
 from limosa.image import ContainerRecord
 from limosa.process.criu.lent import was_lent
@@ -57,6 +59,7 @@ class _State(msgspec.Struct, rename="pascal"):
     status: str = ""
     pid: int = 0
     conmon_pid: int = 0
+    started_at: str = ""
     restored: bool = False
     restored_at: str = ""
 
@@ -128,6 +131,8 @@ class Podman(Runtime):
     def find(self, word: str) -> Contained | None:
         said = self._run("container", "inspect", "--", word)
         if said.rc:
+            if self._exists("container", word):
+                raise FailedUndone(what="podman container inspect", detail=said.why)
             return None
         try:
             (one,) = msgspec.json.decode(said.out, type=ready(list[_Inspected]))
@@ -155,6 +160,7 @@ class Podman(Runtime):
             bundle=one.static_dir,
             network=host.network if host.network in _NETWORKS else PRIVATE,
             monitor=one.state.conmon_pid,
+            run=one.state.started_at,
             ran=one.state.status not in _NEVER_RAN,
             published=_published(host),
             volumes=tuple(Volume(m.name, m.destination) for m in one.mounts if m.type == "volume" and m.name),
@@ -218,16 +224,27 @@ class Podman(Runtime):
 
     def _image(self, record: ContainerRecord) -> bool:
         words = [word for word in (record.image_id, record.image) if word and not word.startswith("-")]
-        return any(self._run("image", "exists", "--", word).rc == 0 for word in words)
+        return any(self._exists("image", word) for word in words)
+
+    def _exists(self, kind: str, word: str) -> bool:
+        """Whether podman has a "container", an "image" or a "volume" of that name.
+
+        Raises:
+            FailedUndone: it does not say: somebody has killed it, perhaps.
+        """
+        said = self._run(kind, "exists", "--", word)
+        if said.rc not in (0, 1):
+            raise FailedUndone(what=f"podman {kind} exists", detail=said.why)
+        return said.rc == 0
 
     def _volumes(self, record: ContainerRecord) -> list[str]:
         """Those of a container's volumes that are there."""
-        return [v for v in record.volumes if NAME.fullmatch(v) and not self._run("volume", "exists", "--", v).rc]
+        return [v for v in record.volumes if NAME.fullmatch(v) and self._exists("volume", v)]
 
     def taken_since(self, record: ContainerRecord, name: str, bundle: str) -> list[tuple[str, str, str]]:
         del bundle
         for word in (name, record.id) if _keeps_id(record, name) else (name,):
-            if self._run("container", "exists", "--", word).rc == 0:
+            if self._exists("container", word):
                 hint = f"another name with --name, or podman rm {word}"
                 return [("container-name", f"podman has a container {word} already", hint)]
         return []
@@ -288,6 +305,21 @@ class Podman(Runtime):
         found = self.find(word)
         if found is not None and (not operation or not _ID.fullmatch(word) or self._has_made(found, operation)):
             self.remove(found.id)
+        id_ = word if found is None else found.id
+        if _ID.fullmatch(id_) and self.find(id_) is None:
+            for folder in folders(self.notes):  # of a runc below it that was killed
+                take_away(folder, id_)
+
+    def to_make(self, record: ContainerRecord) -> list[str]:
+        there = self._volumes(record)
+        return [v for v in record.volumes if v not in there]
+
+    def remove_volumes(self, names: Sequence[str]) -> None:
+        for name in filter(NAME.fullmatch, names):
+            said = self._run("volume", "rm", "--", name)
+            taken = "being used" in said.why  # by somebody else's container by now
+            if said.rc and not taken and self._exists("volume", name):
+                raise FailedUndone(what="podman volume rm", detail=said.why)
 
     def _has_made(self, found: Contained, operation: str) -> bool:
         """Whether an operation has made a container whose id it has not chosen: others may have made one since.
@@ -305,7 +337,7 @@ class Podman(Runtime):
 
     def remove(self, id_: str, on_start: Callable[[Identity], None] = calls.nobody) -> None:
         said = self._run("rm", "--force", "--time=0", "--", id_, on_start=on_start)
-        if said.rc and self._run("container", "exists", "--", id_).rc == 0:
+        if said.rc and self._exists("container", id_):
             raise FailedUndone(what="podman rm", detail=said.why)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -26,13 +28,16 @@ from limosa.containers.runtime import (
     flags,
     sockets,
 )
-from limosa.containers.state import State, folders, read, states
+from limosa.containers.state import OF_CONTAINERD, State, folders, read, states
 from limosa.errors import CannotBeMoved, FailedUndone
 from limosa.image import ContainerRecord
 from limosa.process.cgroups import cgroup_mounts
 from limosa.process.criu.stats import DumpStats, dump_stats, restore_stats
 from limosa.process.identity import Identity
 from limosa.start import trusted
+
+_AT_WORK_SECONDS = 10.0
+_TICK = 0.05
 
 
 class _Namespace(msgspec.Struct):
@@ -108,6 +113,7 @@ class Runc(Runtime):
             id=state.id,
             name=state.id,
             init=alive(Identity(state.pid, state.start_time)),
+            run=f"{state.pid}@{state.start_time}",
             bundle=state.bundle,
             network=network_of(namespaces),
             writes=tuple(_writes(spec, state.bundle)),
@@ -125,8 +131,12 @@ class Runc(Runtime):
         if self.find(name) is not None:
             found.append(("container-name", f"runc has a container {name} already", "another name with --name"))
         elif there := self._begun(name):
-            text = f"somebody has begun to make a container {name}, and it is not there yet: {there[0]}/{name}"
-            found.append(("container-name", text, "another name with --name"))
+            place = f"{there[0]}/{name}"
+            text = f"somebody has begun to make a container {name}, and it is not there yet: {place}"
+            hint = (
+                f"another name with --name; where nobody is at it, umount {place}/criu-root, and remove what is empty"
+            )
+            found.append(("container-name", text, hint))
         given, place = bundle or record.bundle, self.bundle_of(record, bundle)
         if any(os.path.realpath(s.bundle) == place for s in states(self.notes) if s.bundle):
             text = f"another container lives in the bundle {place}"
@@ -209,15 +219,29 @@ class Runc(Runtime):
 
     def _remove_begun(self, name: str) -> None:
         """Take away what a runc that was killed has begun."""
-        program = os.path.basename(self.program)
-        at_work = (words for _, words in calls.command_lines() if os.path.basename(words[0]) == program)
-        if any(name in words for words in at_work):
-            return  # somebody is just making a container of that name
-        for folder in self._begun(name):
+        end = time.monotonic() + _AT_WORK_SECONDS
+        while (there := self._begun(name)) and self._at_work(name):  # somebody is just making one of that name
+            if time.monotonic() > end:
+                text = f"runc is at work on a container {name}, and {there[0]}/{name} may be its"
+                raise FailedUndone(what="runc delete", detail=text)
+            time.sleep(_TICK)
+        for folder in there:
             take_away(folder, name)
 
+    def _at_work(self, name: str) -> bool:
+        program = os.path.basename(self.program)
+        for pid, words in calls.command_lines():
+            with contextlib.suppress(OSError):
+                if name in words[1:] and os.path.basename(os.readlink(f"/proc/{pid}/exe")) == program:
+                    return True
+        return False
+
     def _begun(self, name: str) -> list[str]:
-        return [folder for folder in folders(self.notes) if begun(folder, name)]
+        return [folder for folder in folders(self.notes) if not _is_anothers(folder) and begun(folder, name)]
+
+    def _state(self, id_: str) -> State | None:
+        found = (s for s in states(self.notes) if s.id == id_ and s.by == "runc" and not _is_anothers(s.folder))
+        return next(found, None)
 
     def remove(self, id_: str, on_start: Callable[[Identity], None] = calls.nobody) -> None:
         state = self._state(id_)
@@ -227,6 +251,11 @@ class Runc(Runtime):
         said = self._run("--root", state.folder, "delete", "--force", "--", id_, on_start=on_start)
         if said.rc and self._state(id_) is not None:
             raise FailedUndone(what="runc delete", detail=said.why)
+
+
+def _is_anothers(folder: str) -> bool:
+    """Whether containers that are noted there are not those of runc alone, or of podman."""
+    return folder.startswith((f"{OF_CONTAINERD}/", "/run/docker/")) or os.path.basename(folder) == "crun"
 
 
 def _writes(spec: Spec | None, bundle: str) -> list[str]:

@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import errno
 import os
-import stat
+import re
 
 from limosa.containers.runtime import NAME
 from limosa.containers.state import open_folder
@@ -20,6 +20,7 @@ from limosa.process.openat import closing, last_error, open_in
 
 _ROOT = "criu-root"
 _NOTES = ("state.json", "status")  # runc's, crun's
+_OTHER = re.compile(r"exec\.fifo|state-.*")  # what runc makes there besides
 _MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -31,8 +32,9 @@ def begun(folder: str, name: str) -> bool:
         folder: an absolute path, of a runtime.
         name: of a container.
     """
-    with contextlib.suppress(OSError), closing(open_folder(folder)) as above, closing(_opened(above, name)) as fd:
-        return not any(note in os.listdir(fd) for note in _NOTES)
+    if NAME.fullmatch(name):
+        with contextlib.suppress(OSError), closing(open_folder(folder)) as above, closing(_opened(above, name)) as fd:
+            return not any(note in os.listdir(fd) for note in _NOTES)
     return False
 
 
@@ -63,9 +65,10 @@ def take_away(folder: str, name: str) -> None:
         with closing(open_folder(folder)) as above:
             with closing(_opened(above, name)) as fd:
                 _unmount(fd)
-                for one in os.listdir(fd):
-                    is_folder = stat.S_ISDIR(os.stat(one, dir_fd=fd, follow_symlinks=False).st_mode)
-                    (os.rmdir if is_folder else os.unlink)(one, dir_fd=fd)
+                for one in filter(_OTHER.fullmatch, os.listdir(fd)):
+                    os.unlink(one, dir_fd=fd)
+                with contextlib.suppress(FileNotFoundError):
+                    os.rmdir(_ROOT, dir_fd=fd)
             os.rmdir(name, dir_fd=above)
     except FileNotFoundError:
         return  # somebody else has removed it
@@ -74,8 +77,6 @@ def take_away(folder: str, name: str) -> None:
 
 
 def _opened(above: int, name: str) -> int:
-    if not NAME.fullmatch(name):
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
     return open_in(above, name, os.O_RDONLY | os.O_DIRECTORY)
 
 
@@ -86,6 +87,8 @@ def _unmount(fd: int) -> None:
     error = last_error()
     if error.errno not in (errno.EINVAL, errno.ENOENT):  # nothing is mounted there
         raise error
+    with contextlib.suppress(FileNotFoundError):  # or what is may not be unmounted: then it is another file system
+        os.close(open_in(fd, _ROOT, os.O_PATH | os.O_DIRECTORY))
 
 
 def _failed(folder: str, name: str, error: OSError) -> FailedUndone:

@@ -60,6 +60,7 @@ class Contained(msgspec.Struct, frozen=True, kw_only=True):
     bundle: str = ""
     network: str = ""  # "host", "none", "private", "joined"
     monitor: int = 0  # the pid of podman's monitor of it
+    run: str = ""  # which run of it this is, or was the last, in words of its runtime's; "" where that says none
     ran: bool = True  # whether it runs, or has
     published: tuple[int, ...] = ()  # TCP ports of the machine that its runtime leads to it
     volumes: tuple[Volume, ...] = ()
@@ -246,6 +247,22 @@ class Runtime(ABC):
         Raises:
             FailedUndone: it is still there.
         """
+
+    def to_make(self, record: ContainerRecord) -> list[str]:
+        """Return the volumes that a restore has to make, and to fill from its image."""
+        del record
+        return []
+
+    def remove_volumes(self, names: Sequence[str]) -> None:
+        """Remove volumes that a restore which failed has made: what is in them may be a half, or nothing.
+
+        Args:
+            names: as :meth:`to_make` has said before.
+
+        Raises:
+            FailedUndone: one is still there; the next restore would take it for the job's.
+        """
+        del names
 
     def word_of(self, contained: Contained) -> str:
         """Return what :meth:`remove` takes for a container, also when it does not run any more."""

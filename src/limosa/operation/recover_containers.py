@@ -7,13 +7,14 @@ back as any job, and a container that was not made to its end is taken away: its
 from __future__ import annotations
 
 import contextlib
+import time
 
 import msgspec
 
 from limosa import gpu
 from limosa.containers.calls import settle
 from limosa.containers.freezer import thaw
-from limosa.containers.runtime import Runtime
+from limosa.containers.runtime import Contained, Runtime
 from limosa.containers.runtimes import runtime_of
 from limosa.errors import CannotBeMoved, LimosaError
 from limosa.image import open_image
@@ -22,7 +23,7 @@ from limosa.operation.journal import Journal, Noted, Phase
 from limosa.operation.leftovers import connections_go_on, has_ended, let_go_on
 from limosa.operation.parked.gates import gate_was_opened
 from limosa.operation.recover_images import CRIU_PATIENCE, criu_of, entry_of, finish, is_committed, still_an_image
-from limosa.operation.restored import end_tree
+from limosa.operation.restored import end_tree, started_at
 from limosa.operation.results import Recovered
 from limosa.process.criu.lent import forget
 from limosa.process.identity import Identity
@@ -30,6 +31,8 @@ from limosa.process.tree import job_tree
 from limosa.progress import Progress, ProgressFn
 from limosa.structs import ready
 from limosa.terms import JobState
+
+_YOUNGER_SECONDS = 60.0
 
 
 class _Written(msgspec.Struct):
@@ -40,6 +43,7 @@ class _Written(msgspec.Struct):
     container: str = ""
     configured: dict[str, str] = {}
     notes: list[str] = []
+    run: str = ""
 
 
 class _Made(msgspec.Struct):
@@ -49,6 +53,7 @@ class _Made(msgspec.Struct):
     program: str
     made: str
     bundle: str
+    volumes: list[str] = []
     configured: dict[str, str] = {}
     notes: list[str] = []
 
@@ -66,10 +71,11 @@ def recover_checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) 
     entry = recover_images.recover_checkpoint(dead, driver, progress)
     if frozen is not None and entry.state == JobState.GONE:
         written, root = msgspec.convert(frozen.data, ready(_Written)), dead.header.roots[0]
-        if written.runtime and is_committed(dead):
+        if written.runtime and is_committed(dead) and not dead.header.leave_running:
             runtime = _runtime_of(written)
             found = runtime.find(written.container)
-            if found is not None and found.init in (None, root):  # else it was restored since
+            # Else it was restored, or somebody has started it anew: it may have written since.
+            if found is not None and found.init in (None, root) and _is_the_same_run(found, written):
                 runtime.remove(written.container)  # what may have been told to end it, and not yet to take it away
         elif written.runtime and _began_anew(written, root):
             entry.did += "; somebody has started its container anew since"
@@ -78,6 +84,11 @@ def recover_checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) 
 
 def _runtime_of(written: _Written) -> Runtime:
     return runtime_of(written.runtime, written.program, written.configured, written.notes)
+
+
+def _is_the_same_run(found: Contained, written: _Written) -> bool:
+    """Whether a container that is there has not been started anew; not known where nothing was noted of that."""
+    return not (written.run and found.run and found.run != written.run)
 
 
 def _began_anew(written: _Written, root: Identity) -> bool:
@@ -102,6 +113,8 @@ def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> 
     made = msgspec.convert(begun.data, ready(_Made))
     runtime = runtime_of(made.runtime, made.program, made.configured, made.notes)
     roots = dead.header.roots
+    if roots and not roots[0].alive() and _was_let_go(dead):
+        return entry_of(dead, did="it ran, and has ended since: its container stays", state="gone")
     if not roots or not roots[0].alive():
         still_an_image(dead)
         _take_away(dead, runtime, made)
@@ -134,11 +147,33 @@ def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> 
     return entry_of(dead, did=did, state="running")
 
 
+def _was_let_go(dead: Journal) -> bool:
+    """Whether a container that was made may have run: what it has written is in no image."""
+    if not any(r.step == Noted.CRIU_RESTORE and r.phase == Phase.DONE for r in dead.records):
+        return False
+    return not dead.header.members or dead.began(Noted.OPEN) or dead.began(Noted.UNLOCK)
+
+
 def _take_away(dead: Journal, runtime: Runtime, made: _Made) -> None:
     """Takes away what was made under the operation's own name, or under the id that the runtime had said."""
     for record in dead.records:
         if record.step == Noted.CRIU_RESTORE and isinstance(word := record.data.get("made"), str):
+            if made.runtime == "runc" and _is_younger(dead, runtime, word):
+                continue
             runtime.remove_made(word, made.bundle, dead.header.id if record.phase == Phase.BEGIN else "")
+    runtime.remove_volumes(made.volumes)
+
+
+def _is_younger(dead: Journal, runtime: Runtime, word: str) -> bool:
+    """Whether a container of runc's was started by hand since: nothing tells it from one that a restore has made.
+
+    That has its first process at once, and limosa was alive then, or a moment before.
+    """
+    found = runtime.find(word)
+    if found is None or found.init is None:
+        return False
+    began = started_at(found.init) + time.time() - time.monotonic()
+    return began > dead.records[-1].time + _YOUNGER_SECONDS
 
 
 def _wait_for_runtime(dead: Journal, step: Noted, progress: ProgressFn) -> None:

@@ -64,9 +64,10 @@ def recover_checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) 
     header = dead.header
     _wait_for_criu(dead, "dump", progress)
     committed = is_committed(dead)
-    job_lives = bool(header.roots) and not (committed and has_ended(header.roots[0])) and header.roots[0].alive()
-    # Its children may live on without it; they are in no image then.
-    job_lives = job_lives or (not committed and any(m.identity.alive() for m in header.members))
+    leaves = committed and not header.leave_running  # it is in its image, and nowhere else
+    job_lives = bool(header.roots) and not (leaves and has_ended(header.roots[0])) and header.roots[0].alive()
+    # Its children may live on without it; they are in no image then, or in one that is a copy.
+    job_lives = job_lives or (not leaves and any(m.identity.alive() for m in header.members))
     _take_names_away(dead, "lost")
     did = []
     if job_lives or not committed:  # where the job is in its image alone, the table keeps its peers waiting for it
@@ -84,7 +85,7 @@ def recover_checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) 
             communicators.back([m for m in header.members if m.was != gpu.State.CHECKPOINTED])
         did.append("the job runs on")
     else:
-        if committed:
+        if leaves:
             end_rest(header.tree)
         holders.forget(header.id)
         did.append("the job has ended")

@@ -74,6 +74,7 @@ class ContainerDumping(Dumping):
             configured=runtime.configured,
             notes=runtime.notes,
             container=runtime.word_of(self.box.contained),
+            run=self.box.contained.run,
         )
         self._freeze()
         self._refuse_stopped()

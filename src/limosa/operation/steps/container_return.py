@@ -49,6 +49,7 @@ class ContainerReturning(Returning):
         self.bundle = self.runtime.bundle_of(self.record, options.bundle or "")
         self.made_as = self.runtime.made_as(self.called, work.id, self.record)
         self.contained: Contained | None = None
+        self.volumes: list[str] = []  # that it makes
         self.log = ""
         self.keeper: subprocess.Popen[bytes] | None = None  # of its output
 
@@ -80,6 +81,7 @@ class ContainerReturning(Returning):
             raise NoWorkingCriu(detail=text, hint="limosa doctor --fix builds it")
         if self.members:
             work.driver.warm()
+        self.volumes = self.runtime.to_make(self.record)
         work.note(
             Noted.CRIU_RESTORE,
             Phase.BEGIN,
@@ -89,6 +91,7 @@ class ContainerReturning(Returning):
             notes=self.runtime.notes,
             made=self.made_as,
             bundle=self.bundle,
+            volumes=self.volumes,
         )
         output = self._kept_in(self.options.log) if self.options.log is not None else None
         options = self.options
@@ -208,6 +211,7 @@ class ContainerReturning(Returning):
             self.runtime.remove_made(self.made_as, self.bundle, self.work.id)
             if self.contained is not None and self.contained.id != self.made_as:
                 self.runtime.remove_made(self.contained.id, self.bundle, "")
+            self.runtime.remove_volumes(self.volumes)
         if failed is not None and self.root is not None and self.root.alive():
             raise failed
 

@@ -1,0 +1,111 @@
+"""``recover`` takes a container away only where nobody has used it since."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+
+from limosa.containers.runtime import Contained
+from limosa.operation import recover_containers
+from limosa.operation.journal import Noted, Phase, Record
+from limosa.operation.results import Recovered
+from limosa.process.identity import Identity
+
+ME = Identity.of(os.getpid())
+ENDED = Identity(os.getpid(), 1)  # of somebody who had this pid before
+
+
+class Fake:
+    """A runtime that has one container."""
+
+    def __init__(self, found: Contained | None):
+        self.found, self.removed = found, []
+
+    def find(self, _: str) -> Contained | None:
+        return self.found
+
+    def remove(self, id_: str) -> None:
+        self.removed.append(id_)
+
+    def remove_made(self, word: str, *_: str) -> None:
+        self.removed.append(word)
+
+    def remove_volumes(self, names: list[str]) -> None:
+        self.removed += names
+
+
+class Dead:
+    """A journal."""
+
+    def __init__(self, *records: Record, leave_running: bool = False, members: tuple[int, ...] = ()):
+        self.records = list(records)
+        told = {"id": "x", "roots": [ENDED], "leave_running": leave_running, "members": members, "image": "/nowhere"}
+        self.header: Any = type("Header", (), {**told, "operation": "restore", "tree": []})()
+
+    def last(self, step: Noted) -> Record | None:
+        return next((r for r in reversed(self.records) if r.step == step), None)
+
+    def began(self, step: Noted) -> bool:
+        return any(r.step == step and r.phase == Phase.BEGIN for r in self.records)
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    found = Fake(Contained(id="one", name="one", init=None, run="first"))
+    monkeypatch.setattr(recover_containers, "runtime_of", lambda *_: found)
+    monkeypatch.setattr(recover_containers, "is_committed", lambda _: True)
+    monkeypatch.setattr(recover_containers, "still_an_image", lambda _: None)
+    gone = Recovered(kind="operation", id="x", state="gone", did="the job has ended")
+    monkeypatch.setattr(recover_containers.recover_images, "recover_checkpoint", lambda *_: gone)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("run", "leave_running", "removed"),
+    [("first", False, ["one"]), ("", False, ["one"]), ("second", False, []), ("first", True, [])],
+)
+def test_a_container_that_was_written(runtime: Fake, run: str, leave_running: bool, removed: list[str]) -> None:
+    """It was killed to be removed: so it is. Not one that was left running, nor one that was started anew."""
+    data = {"runtime": "podman", "container": "one", "run": run, "folder": "/nowhere"}
+    dead: Any = Dead(Record(step=Noted.FREEZE, phase=Phase.BEGIN, data=data), leave_running=leave_running)
+    recover_containers.recover_checkpoint(dead, None, lambda _: None)  # type: ignore[arg-type]
+    assert runtime.removed == removed
+
+
+@pytest.mark.parametrize(
+    ("members", "after", "removed"),
+    [
+        ((), [], False),
+        ((1,), [], True),
+        ((1,), [Noted.UNLOCK], False),
+        ((1,), [Noted.OPEN], False),
+    ],
+)
+def test_a_container_that_came_back_and_has_ended(
+    runtime: Fake, members: tuple[int, ...], after: list[Noted], removed: bool
+) -> None:
+    """It stays where it may have run: what it has written since is in no image."""
+    data = {"runtime": "podman", "program": "", "made": "one", "bundle": "", "volumes": ["vol"]}
+    dead: Any = Dead(
+        Record(step=Noted.CRIU_RESTORE, phase=Phase.BEGIN, data=data),
+        Record(step=Noted.CRIU_RESTORE, phase=Phase.DONE),
+        *(Record(step=step, phase=Phase.BEGIN) for step in after),
+        members=members,
+    )
+    entry = recover_containers.recover_restore(dead, None, lambda _: None)  # type: ignore[arg-type]
+    assert entry.state == "gone"
+    assert runtime.removed == (["one", "vol"] if removed else [])
+
+
+@pytest.mark.parametrize(("ago", "removed"), [(5.0, True), (3600.0, False)])
+def test_a_container_of_runcs_that_was_started_by_hand_since(runtime: Fake, ago: float, removed: bool) -> None:
+    """It has the name and the bundle of the one that a killed restore was making."""
+    runtime.found = Contained(id="one", name="one", init=ME)
+    data = {"runtime": "runc", "program": "", "made": "one", "bundle": ""}
+    began = recover_containers.started_at(ME) + time.time() - time.monotonic()
+    dead: Any = Dead(Record(step=Noted.CRIU_RESTORE, phase=Phase.BEGIN, time=began - ago, data=data))
+    recover_containers.recover_restore(dead, None, lambda _: None)  # type: ignore[arg-type]
+    assert runtime.removed == (["one"] if removed else [])
