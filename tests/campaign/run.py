@@ -518,7 +518,7 @@ class Run(Fault):
         shutil.rmtree(room.base / "images" / "image-new", ignore_errors=True)
         now = self._snapshot()
         awakening = self.operation in (*AWAKENING, "resume-memory")
-        came_back = self.image is not None or awakening or self.case.operation in BROKEN
+        came_back = self.image is not None or awakening or self.operation == "clone" or self.case.operation in BROKEN
         base = {"requests": []} if alone or came_back else self.base  # of a job that was aside the rest is its own
 
         def is_as_before() -> bool:

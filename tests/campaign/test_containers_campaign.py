@@ -14,8 +14,8 @@ from campaign import cases, containers
 from campaign.__main__ import spread
 from campaign.twice import part, points_are_known, run_and_replay, run_what_failed_once
 
-COUNTS = {"runc": 60, "runc-shim": 24, "podman": 10, "podman-shim": 4}
-PODMAN_ALONE, SHIM_ALONE = 10, 8
+COUNTS = {"runc": 54, "runc-shim": 20, "podman": 8, "podman-shim": 3, "containerd": 10, "containerd-shim": 4}
+PODMAN_ALONE, SHIM_ALONE, SOCKET_ALONE = 10, 8, 4
 CHUNKS = 4
 SEED = int(os.environ.get("LIMOSA_CAMPAIGN_SEED", "1"))
 
@@ -26,6 +26,9 @@ FOUND = (
     "recover-writing/runc/run/limosa-nofile.0",
     "checkpoint/podman/point.after-note-post-dump-done.0/restarted+kill-both",
     "restore-to/runc/point.during-restore.7/kill-runtime-both",
+    "recover-making/podman/run/random-kill-runtime.0",
+    "checkpoint/podman/point.during-the-end.3/kill-runtime-oci-criu",
+    "clone/containerd/run/random-sigterm.0",
 )
 """What failed when more of it was run, one of each cause (docs/reliability.md)."""
 
@@ -46,8 +49,15 @@ def sample() -> list[tuple[cases.Case, int]]:
     alone = [case for case in of["podman"] if cases.kind_of_fault(case.fault) not in kinds]
     picked: list[cases.Case] = []
     held = [case for case in of["runc-shim"] if case.operation in containers.HOLDING]
-    some_of = [*((of[victim], COUNTS[victim]) for victim in of), (alone, PODMAN_ALONE), (held, SHIM_ALONE)]
-    for some, count in some_of:
+    asked = [case for case in of["containerd"] if case.operation in containers.BY_SOCKET]
+    daemon = [case for case in of["containerd"] if "daemon-killed" in case.fault]
+    by_victim = [(of[victim], count) for victim, count in COUNTS.items()]
+    for some, count in [
+        *by_victim,
+        (alone, PODMAN_ALONE),
+        (held, SHIM_ALONE),
+        *((some, SOCKET_ALONE) for some in (asked, daemon)),
+    ]:
         picked += cases.chosen(some, count, SEED)
     return spread(picked, SEED)
 
@@ -56,13 +66,13 @@ def test_the_sample_has_every_operation_victim_and_fault_of_containers() -> None
     everything = cases.everything(way="containers")
     picked = [case for case, _ in sample()]
     assert cases.once(everything) > 4000
-    assert len({case.name for case in picked}) == sum(COUNTS.values()) + PODMAN_ALONE + SHIM_ALONE
+    assert len({case.name for case in picked}) == sum(COUNTS.values()) + PODMAN_ALONE + SHIM_ALONE + 2 * SOCKET_ALONE
     assert len([case for case in picked if case.fault != "none"]) > 100
     for field in ("operation", "victim"):
         assert {getattr(c, field) for c in picked} == {getattr(c, field) for c in everything}
     kinds = {cases.kind_of_fault(c.fault) for c in everything}
     asked = {*containers.ACTS, "kill-runtime", "kill-criu", "kill-oci", "monitor-killed", "kill-both"}
-    asked |= {"kill-vault", "kill-mover"}
+    asked |= {"kill-vault", "kill-mover", "daemon-killed"}
     assert asked <= kinds & {cases.kind_of_fault(c.fault) for c in picked}
     assert len(kinds - {cases.kind_of_fault(c.fault) for c in picked}) <= len(kinds) // 4
     assert all(cases.Case.named(case.name) == case for case in everything)
@@ -72,7 +82,7 @@ def test_the_sample_has_every_operation_victim_and_fault_of_containers() -> None
 def test_the_steps_are_those_that_the_operations_take_now() -> None:
     """A new step is a new row: ``make faults WAY=containers RECORD=1`` writes them down."""
     only = [f"{operation}/runc" for operation in ("move", "checkpoint", "restore-to", "recover-boxed-dump")]
-    only += [f"{operation}/runc-shim" for operation in ("move", "recover-there")]
+    only.append("move/runc-shim")
     points_are_known(containers.STEPS, only, "containers")
 
 

@@ -474,7 +474,14 @@ def _shim(api: Api, id_: str, criu_folder: str) -> str:
                     old.unlink()
     path = Path(places[0], _called(api, id_))
     new = path.with_name(f".{path.name}")
-    new.write_text(f'#!/bin/sh\nPATH={shlex.quote(criu_folder)}:$PATH\nexport PATH\nexec {shlex.quote(program)} "$@"\n')
+    mounted = shlex.quote(
+        f"{OF_CONTAINERD}/{api.namespace}/{id_}/criu-root"
+    )  # what its runc would empty: runc_leftovers
+    new.write_text(
+        f"#!/bin/sh\nPATH={shlex.quote(criu_folder)}:$PATH\nexport PATH\n"
+        f'case " $* " in *" delete "*) command -p umount -l {mounted} 2>/dev/null ;; esac\n'
+        f'exec {shlex.quote(program)} "$@"\n'
+    )
     new.chmod(0o700)
     new.replace(path)
     return str(path)

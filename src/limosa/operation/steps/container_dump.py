@@ -228,6 +228,8 @@ class ContainerDumping(Dumping):
             self.box.runtime.remove(self.box.runtime.word_of(self.box.contained), self._started)
         except LimosaError as error:
             if has_ended(self.root):
+                with contextlib.suppress(LimosaError):  # its runtime may have been killed over it
+                    self.box.runtime.remove(self.box.runtime.word_of(self.box.contained))
                 end_rest(self.job.tree)
                 return
             _signal(others, signal.SIGCONT)
