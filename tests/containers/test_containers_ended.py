@@ -8,24 +8,11 @@ import sys
 
 import pytest
 from containers.runtimes import Container
+from support import KILLED_AT_THE_END
 from test_containers_to_disk import Desk, desk, desk_of, each, recovered, until
 
 __all__ = ["desk", "desk_of"]
 pytestmark = [pytest.mark.root, pytest.mark.criu, pytest.mark.timeout(300)]
-
-# Limosa, killed with its worker as the last thing that it does: nobody has told that the operation is done.
-KILLED_AT_THE_END = """
-import os, signal, sys
-from limosa.operation.journal import Journal
-def end(*_):
-    for pid in open(f"/proc/self/task/{os.getpid()}/children").read().split():
-        if open(f"/proc/{pid}/comm").read().startswith("limosa-worker"):
-            os.kill(int(pid), signal.SIGKILL)
-    os.kill(os.getpid(), signal.SIGKILL)
-Journal.finish = end
-from limosa.cli.main import entry
-entry(sys.argv[1:])
-"""
 
 
 def killed_at_the_end(desk: Desk, *words: object) -> None:
