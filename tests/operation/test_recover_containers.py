@@ -33,7 +33,8 @@ class Fake:
     def remove_made(self, word: str, *_: str) -> None:
         self.removed.append(word)
 
-    def remove_volumes(self, names: list[str]) -> None:
+    def remove_volumes(self, names: list[str], since: float, until: float) -> None:
+        assert since < until
         self.removed += names
 
 
@@ -98,6 +99,21 @@ def test_a_container_that_came_back_and_has_ended(
     entry = recover_containers.recover_restore(dead, None, lambda _: None)  # type: ignore[arg-type]
     assert entry.state == "gone"
     assert runtime.removed == (["one", "vol"] if removed else [])
+
+
+@pytest.mark.parametrize(("run", "removed"), [("first", True), ("second", False)])
+def test_a_container_that_was_started_anew_before_it_was_let_go(runtime: Fake, run: str, removed: bool) -> None:
+    """It stood still, and somebody has restarted it: neither it nor its volumes are the half of a restore."""
+    runtime.found = Contained(id="one", name="one", init=None, run=run)
+    data = {"runtime": "podman", "program": "", "made": "other", "bundle": "", "volumes": ["vol"]}
+    dead: Any = Dead(
+        Record(step=Noted.CRIU_RESTORE, phase=Phase.BEGIN, data=data),
+        Record(step=Noted.CRIU_RESTORE, phase=Phase.NOTE, data={"made": "one", "run": "first"}),
+        Record(step=Noted.CRIU_RESTORE, phase=Phase.DONE),
+        members=(1,),
+    )
+    recover_containers.recover_restore(dead, None, lambda _: None)  # type: ignore[arg-type]
+    assert runtime.removed == (["other", "one", "vol"] if removed else ["other"])
 
 
 @pytest.mark.parametrize(("ago", "removed"), [(5.0, True), (3600.0, False)])

@@ -15,6 +15,7 @@ import pytest
 from limosa.native.build import SHIM, compilers
 
 NOW = "_ZNSt6chrono3_V212steady_clock3nowEv"
+SKEW = 1_000_000  # ns: the clocks of a virtual machine's processors were seen to differ by microseconds
 SECOND = 10**9
 
 
@@ -79,8 +80,9 @@ def test_the_time_in_which_it_stood_is_left_out(clock: ctypes.CDLL) -> None:
 def test_nobody_elses_clock_is_touched(clock: ctypes.CDLL) -> None:
     clock.becomes_known()
     clock.clock_stop()
+    time.sleep(0.05)
     before = time.monotonic_ns()
-    assert before <= getattr(clock, NOW)() <= time.monotonic_ns()  # the caller is libffi
+    assert before - SKEW <= getattr(clock, NOW)() <= time.monotonic_ns() + SKEW  # the caller is libffi
     clock.clock_go()
 
 
@@ -88,7 +90,7 @@ def test_who_becomes_known_later_sees_no_jump(clock: ctypes.CDLL) -> None:
     stops(clock, 0.2)
     before = clock.reads()
     clock.becomes_known()
-    assert before <= clock.reads() <= time.monotonic_ns()
+    assert before - SKEW <= clock.reads() <= time.monotonic_ns() + SKEW
     assert behind(clock)[0] < 0.2 * SECOND
     stops(clock, 0.1)
     assert behind(clock)[1] >= 0.1 * SECOND

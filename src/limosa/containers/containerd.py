@@ -245,7 +245,7 @@ class Containerd(Runtime):
                 self._start(api, made, made_of, kept)
         except BaseException as error:
             why = criu_said_in(kept.work_fd, "restore.log") if isinstance(error, FailedUndone) else ""
-            with contextlib.suppress(LimosaError):  # the undo tries again, and says so
+            with contextlib.suppress(LimosaError, OSError):  # the undo tries again, and says so
                 self.remove_made(name, bundle, word.operation)  # now: the CRIU is lent no longer than this
             if why:
                 raise FailedUndone(what="containerd's restore", detail=why) from error

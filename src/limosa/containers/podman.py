@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import re
 import stat
@@ -95,6 +96,11 @@ class _Mount(msgspec.Struct, rename="pascal"):
         if not self.may_write:
             return []
         return [f"volume {self.name}"] if self.type == "volume" and self.name else bound(self.source)
+
+
+class _Made(msgspec.Struct, rename="pascal"):
+    name: str
+    created_at: datetime.datetime
 
 
 class _Secret(msgspec.Struct, rename="pascal"):
@@ -308,18 +314,29 @@ class Podman(Runtime):
         id_ = word if found is None else found.id
         if _ID.fullmatch(id_) and self.find(id_) is None:
             for folder in folders(self.notes):  # of a runc below it that was killed
-                take_away(folder, id_)
+                if os.path.basename(folder) == "runc":
+                    take_away(folder, id_)
 
     def to_make(self, record: ContainerRecord) -> list[str]:
         there = self._volumes(record)
         return [v for v in record.volumes if v not in there]
 
-    def remove_volumes(self, names: Sequence[str]) -> None:
+    def remove_volumes(self, names: Sequence[str], since: float, until: float) -> None:
         for name in filter(NAME.fullmatch, names):
-            said = self._run("volume", "rm", "--", name)
-            taken = "being used" in said.why  # by somebody else's container by now
-            if said.rc and not taken and self._exists("volume", name):
-                raise FailedUndone(what="podman volume rm", detail=said.why)
+            if self._exists("volume", name) and since <= self._made_at(name) <= until:
+                said = self._run("volume", "rm", "--", name)
+                taken = "being used" in said.why  # by somebody else's container by now
+                if said.rc and not taken and self._exists("volume", name):
+                    raise FailedUndone(what="podman volume rm", detail=said.why)
+
+    def _made_at(self, volume: str) -> float:
+        """When a volume was made, in seconds since the epoch; -1 where podman says nothing of just that one."""
+        said = self._run("volume", "inspect", "--", volume)
+        with contextlib.suppress(msgspec.DecodeError, ValueError):
+            (one,) = msgspec.json.decode(said.out, type=ready(list[_Made]))
+            if one.name == volume:
+                return one.created_at.timestamp()
+        return -1.0
 
     def _has_made(self, found: Contained, operation: str) -> bool:
         """Whether an operation has made a container whose id it has not chosen: others may have made one since.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -97,6 +97,10 @@ class Runc(Runtime):
 
     name = "runc"
 
+    def __init__(self, program: str, configured: Mapping[str, str], notes: Sequence[str]):
+        super().__init__(program, configured, notes)
+        self._anothers: set[str] = set()  # names that were taken when they were to be used
+
     def find(self, word: str) -> Contained | None:
         state = self._state(word)
         if state is None:
@@ -184,6 +188,9 @@ class Runc(Runtime):
         return self.against_return(record, name, bundle)  # what has the name would be taken for what was made
 
     def bring_back(self, record: ContainerRecord, name: str, bundle: str, kept: Kept) -> Contained:
+        if since := self.taken_since(record, name, bundle):
+            self._anothers.add(name)
+            raise FailedUndone(what="runc restore", detail=since[0][1], hint=since[0][2])
         known_ = folders(self.notes)
         folder = record.folder if record.folder in known_ else known_[0]
         folders_ = ["--image-path", f"/proc/self/fd/{kept.images_fd}", "--work-path", f"/proc/self/fd/{kept.work_fd}"]
@@ -201,6 +208,8 @@ class Runc(Runtime):
         found = self.find(name)
         if said.rc or found is None or found.init is None:
             why = criu_said_in(kept.work_fd, "restore.log") or Said(said.rc, b"", words).why
+            if said.rc > 0 and "already exists" in why:
+                self._anothers.add(name)
             raise FailedUndone(what="runc restore", detail=why)
         return msgspec.structs.replace(found, stats=restore_stats(kept.work_fd) if kept.stats else {})
 
@@ -211,6 +220,8 @@ class Runc(Runtime):
         """It has it."""
 
     def remove_made(self, word: str, bundle: str, operation: str) -> None:
+        if word in self._anothers:
+            return
         found = self.find(word)
         if found is None:
             self._remove_begun(word)

@@ -253,16 +253,19 @@ class Runtime(ABC):
         del record
         return []
 
-    def remove_volumes(self, names: Sequence[str]) -> None:
+    def remove_volumes(self, names: Sequence[str], since: float, until: float) -> None:
         """Remove volumes that a restore which failed has made: what is in them may be a half, or nothing.
 
         Args:
             names: as :meth:`to_make` has said before.
+            since: when it began, in seconds since the epoch: what was made before, or later than it was at work, is
+                another's.
+            until: when it had ended.
 
         Raises:
             FailedUndone: one is still there; the next restore would take it for the job's.
         """
-        del names
+        del names, since, until
 
     def word_of(self, contained: Contained) -> str:
         """Return what :meth:`remove` takes for a container, also when it does not run any more."""

@@ -7,7 +7,7 @@ import contextlib
 from limosa.containers import Containers
 from limosa.containers.runtime import Contained, Runtime
 from limosa.containers.runtimes import known
-from limosa.errors import LimosaError, Reason
+from limosa.errors import CannotBeMoved, LimosaError, Reason
 from limosa.image import ContainerRecord
 from limosa.process.identity import Identity
 from limosa.process.records import ClonedRecord
@@ -66,7 +66,7 @@ def _made_of_the_same(record: ContainerRecord, runtime: Runtime) -> list[Contain
     """The containers that live and were made of the same one; that one; and the one that the image was made of."""
     found: dict[str, Contained] = {}
     for word in {_word(record), _origin(record).partition(":")[2]}:
-        with contextlib.suppress(LimosaError):
+        with contextlib.suppress(CannotBeMoved):  # it has ended meanwhile
             original = runtime.find(word)
             if original is not None and original.init is not None:
                 found[original.id] = original
@@ -74,7 +74,7 @@ def _made_of_the_same(record: ContainerRecord, runtime: Runtime) -> list[Contain
     for one in ClonedRecord.all():
         container = containers.of(one.root.pid) if one.origin == _origin(record) else None
         if container is not None and container.init == one.root:
-            with contextlib.suppress(LimosaError):
+            with contextlib.suppress(CannotBeMoved):
                 contained = known(runtime, container)
                 found[contained.id] = contained
     return list(found.values())

@@ -22,7 +22,15 @@ from limosa.operation import clones, container_gpus, driver_steps, recover_image
 from limosa.operation.journal import Journal, Noted, Phase
 from limosa.operation.leftovers import connections_go_on, has_ended, let_go_on
 from limosa.operation.parked.gates import gate_was_opened
-from limosa.operation.recover_images import CRIU_PATIENCE, criu_of, entry_of, finish, is_committed, still_an_image
+from limosa.operation.recover_images import (
+    CRIU_PATIENCE,
+    criu_of,
+    entry_of,
+    finish,
+    has_run,
+    is_committed,
+    still_an_image,
+)
 from limosa.operation.restored import end_tree, started_at
 from limosa.operation.results import Recovered
 from limosa.process.criu.lent import forget
@@ -122,10 +130,11 @@ def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> 
     root = roots[0]
     with contextlib.suppress(LimosaError, OSError):  # where it is needed, the driver says so
         container_gpus.give(root, dead.header.members)
+    ran = has_run(dead, root)
     try:
         members = finish(dead, driver, root, progress)
     except LimosaError as error:
-        if dead.began(Noted.OPEN):
+        if ran:
             raise gate_was_opened("restore", str(error)) from error
         still_an_image(dead)
         end_tree(driver, root.pid, dead.header.members, 0.0, root)
@@ -158,19 +167,29 @@ def _take_away(dead: Journal, runtime: Runtime, made: _Made) -> None:
     """Takes away what was made under the operation's own name, or under the id that the runtime had said."""
     for record in dead.records:
         if record.step == Noted.CRIU_RESTORE and isinstance(word := record.data.get("made"), str):
-            if made.runtime == "runc" and _is_younger(dead, runtime, word):
-                continue
+            if _is_anothers(dead, runtime, word, record.data.get("run")):
+                return
             runtime.remove_made(word, made.bundle, dead.header.id if record.phase == Phase.BEGIN else "")
-    runtime.remove_volumes(made.volumes)
+    begun = next(r.time for r in dead.records if r.step == Noted.CRIU_RESTORE)
+    runtime.remove_volumes(made.volumes, begun - 1, dead.records[-1].time + _YOUNGER_SECONDS)
 
 
-def _is_younger(dead: Journal, runtime: Runtime, word: str) -> bool:
-    """Whether a container of runc's was started by hand since: nothing tells it from one that a restore has made.
+def _is_anothers(dead: Journal, runtime: Runtime, word: str, run: object) -> bool:
+    """Whether a container was started by hand since: it has what it has written since in no image.
 
-    That has its first process at once, and limosa was alive then, or a moment before.
+    Args:
+        dead: the journal of the restore.
+        runtime: the container's.
+        word: which.
+        run: of it, as its runtime has called the one that the restore has made; None where that is not known. That one
+            has its first process at once, and limosa was alive then, or a moment before.
     """
     found = runtime.find(word)
-    if found is None or found.init is None:
+    if found is None:
+        return False
+    if run and found.run:
+        return found.run != run
+    if found.init is None:
         return False
     began = started_at(found.init) + time.time() - time.monotonic()
     return began > dead.records[-1].time + _YOUNGER_SECONDS

@@ -212,10 +212,11 @@ def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> 
         _end_half_made(dead)
         did = "ended the half of a tree that CRIU had restored; the image is the copy"
         return entry_of(dead, did=did + _undo_files(dead), state="gone")
+    ran = has_run(dead, root)
     try:
         members = finish(dead, driver, root, progress)
     except LimosaError as error:
-        if dead.began(Noted.OPEN):  # it may run: forward, or not at all
+        if ran:  # it may run: forward, or not at all
             raise gate_was_opened("restore", str(error)) from error
         still_an_image(dead)
         end_tree(driver, root.pid, header.members, 0.0, root)
@@ -242,7 +243,7 @@ def _end_half_made(dead: Journal) -> None:
     pids: list[int] = []
     with contextlib.suppress(LimosaError, OSError), open_image(dead.header.image, trust=False) as image:
         pids = [p.pid for p in image.manifest.tree]
-    until = None
+    until = dead.records[-1].time
     with contextlib.suppress(OSError):
         until = os.stat(Path(dead.header.image, LOG_NAME, RESTORE_LOG)).st_mtime
     leftovers.end_unfinished(who, pids, until)
@@ -288,7 +289,7 @@ def finish(dead: Journal, driver: gpu.Driver, root: Identity, progress: Progress
         return []
     let_go_on(job_tree(root))
     pids = {i.pid: i for i in job_tree(root)}
-    if dead.began(Noted.OPEN):  # it may have run, and a process of it have ended since
+    if has_run(dead, root):  # and a process of it have ended since
         members = [m for m in members if m.pid in pids]
     for member in members:
         if member.pid not in pids:
@@ -314,6 +315,27 @@ def finish(dead: Journal, driver: gpu.Driver, root: Identity, progress: Progress
             shim.open_gate()
     communicators.back(members)
     return members
+
+
+def has_run(dead: Journal, root: Identity) -> bool:
+    """Return whether a restored job was let go before its operation was killed: what it has done since is in no image.
+
+    Of one whose memory was still to come a gate is closed, also where the driver has let it go.
+    """
+    if dead.began(Noted.OPEN):
+        return True
+    if not dead.began(Noted.UNLOCK):
+        return False
+    there = {one.pid: one for one in job_tree(root)}
+    with contextlib.ExitStack() as stack:
+        for member in dead.header.members:
+            if member.pid in there:
+                member.identity = there[member.pid]
+                with contextlib.suppress(CannotBeMoved):  # it does not answer: it may have run
+                    answer = hello_of(member)
+                    if answer is not None and stack.enter_context(answer[0]) and answer[1].stand is not Stand.OPEN:
+                        return False
+    return True
 
 
 def _closed(members: Sequence[Member]) -> list[Shim]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,6 +51,7 @@ class ContainerReturning(Returning):
         self.made_as = self.runtime.made_as(self.called, work.id, self.record)
         self.contained: Contained | None = None
         self.volumes: list[str] = []  # that it makes
+        self.began = 0.0
         self.log = ""
         self.keeper: subprocess.Popen[bytes] | None = None  # of its output
 
@@ -81,7 +83,7 @@ class ContainerReturning(Returning):
             raise NoWorkingCriu(detail=text, hint="limosa doctor --fix builds it")
         if self.members:
             work.driver.warm()
-        self.volumes = self.runtime.to_make(self.record)
+        self.volumes, self.began = self.runtime.to_make(self.record), time.time()
         work.note(
             Noted.CRIU_RESTORE,
             Phase.BEGIN,
@@ -125,7 +127,7 @@ class ContainerReturning(Returning):
                 self.stats = dict(self.contained.stats)
                 if output is not None and not _writes_to(self.contained.init, output):
                     self.log = ""
-                work.note(Noted.CRIU_RESTORE, Phase.NOTE, made=self.contained.id)
+                work.note(Noted.CRIU_RESTORE, Phase.NOTE, made=self.contained.id, run=self.contained.run)
                 self.runtime.rename(self.contained, self.called)
         finally:
             if output is not None:
@@ -211,7 +213,7 @@ class ContainerReturning(Returning):
             self.runtime.remove_made(self.made_as, self.bundle, self.work.id)
             if self.contained is not None and self.contained.id != self.made_as:
                 self.runtime.remove_made(self.contained.id, self.bundle, "")
-            self.runtime.remove_volumes(self.volumes)
+            self.runtime.remove_volumes(self.volumes, self.began - 1, time.time())
         if failed is not None and self.root is not None and self.root.alive():
             raise failed
 
