@@ -237,6 +237,18 @@ def test_a_no_is_not_kept_for_long(criu, alone, monkeypatch):
     assert len(tries) == 2
 
 
+@pytest.mark.criu
+def test_that_connections_cannot_be_shut_is_looked_at_again_later(criu, alone, monkeypatch):
+    tries = []
+    monkeypatch.setattr(find, "trial", lambda _: tries.append(1) or TrialResult(ok=True, network_lock="skip"))
+    for expected in (1, 1):
+        assert find.find(str(private_folder(criu))).network_lock == "skip"
+        assert len(tries) == expected
+    monkeypatch.setattr(find, "SKIP_KEPT", 0)
+    find.find(str(private_folder(criu)))
+    assert len(tries) == 2
+
+
 # --- the private folder ------------------------------------------------------------------------------------------
 
 

@@ -30,6 +30,7 @@ from limosa.process.status import effective_capabilities
 from limosa.structs import ready
 
 _MOST_FILES = 2000
+SKIP_KEPT = 3600.0  # that connections cannot be shut meanwhile: one disturbed try may have said so
 NO_KEPT = 60.0  # seconds that a "does not work" is kept: its cause may be mended without a trace in the key
 _begun: Future[Criu] | None = None
 ROOT_CACHE = Path("/var/cache")  # for root where its home is another user's (sudo)
@@ -222,8 +223,8 @@ def _read(key: str) -> TrialResult | None:
             if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o022:
                 return None
             kept = msgspec.json.decode(opened.read(1 << 16), type=ready(_Kept))
-        fresh = kept.result.ok or 0 <= time.time() - kept.since < NO_KEPT
-        if kept.key == key and fresh:
+        longest = NO_KEPT if not kept.result.ok else SKIP_KEPT if kept.result.network_lock == "skip" else None
+        if kept.key == key and (longest is None or 0 <= time.time() - kept.since < longest):
             return kept.result
     return None
 
