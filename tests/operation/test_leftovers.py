@@ -10,9 +10,13 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from support import stat_of
 
-from limosa.operation.leftovers import let_go_on
+from limosa.errors import FailedUndone
+from limosa.operation import leftovers
+from limosa.operation.leftovers import connections_go_on, let_go_on
+from limosa.process.criu.network import NetworkError
 from limosa.process.identity import Identity, read_stat
 
 
@@ -25,6 +29,27 @@ def test_what_is_stopped_goes_on_and_is_named(start) -> None:
     assert let_go_on(tree) == [stopped.pid]
     stopped.goes_on(2)
     assert let_go_on(tree) == []
+
+
+@pytest.mark.parametrize(("fails", "shut"), [(0, True), (1, True), (2, True), (2, False)])
+def test_connections_that_stay_shut_are_no_secret(monkeypatch: pytest.MonkeyPatch, fails: int, shut: bool) -> None:
+    """nft was killed, say: it is tried again, and where that fails as well, the undo has failed."""
+    tried: list[int] = []
+
+    def open_again(_: object, pid: int) -> None:
+        tried.append(pid)
+        if len(tried) <= fails:
+            raise NetworkError(detail="nft: killed")
+
+    monkeypatch.setattr(leftovers.network, "open_again", open_again)
+    monkeypatch.setattr(leftovers, "find_criu", lambda: None)
+    tree = [Identity.of(os.getpid())]
+    if fails == 2 and shut:
+        with pytest.raises(FailedUndone, match="nft: killed"):
+            connections_go_on(tree, shut=shut)
+    else:
+        connections_go_on(tree, shut=shut)
+    assert len(tried) == min(2, fails + 1)
 
 
 SPAWNS = """

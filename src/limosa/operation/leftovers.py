@@ -15,7 +15,7 @@ import signal
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from limosa.errors import LimosaError
+from limosa.errors import FailedUndone, LimosaError
 from limosa.process.criu import network
 from limosa.process.criu.find import find as find_criu
 from limosa.process.criu.program import Criu
@@ -47,15 +47,25 @@ def _leave_repair(tree: Iterable[Identity]) -> None:
                 network.leave_repair(identity.pid)
 
 
-def connections_go_on(tree: Sequence[Identity], criu: Criu | None = None) -> None:
+def connections_go_on(tree: Sequence[Identity], criu: Criu | None = None, *, shut: bool = False) -> None:
     """Gives a container that lives, and has a network of its own, its connections back; harmless where it has them.
 
-    It must still be held: what runs sees EPERM on a socket in repair mode.
+    It must still be held: what runs sees EPERM on a socket in repair mode. FailedUndone: they were shut, and stay so.
     """
     _leave_repair(tree)
-    if (living := next((identity for identity in tree if identity.alive()), None)) is not None:
-        with contextlib.suppress(LimosaError, OSError):
+    failed: LimosaError | OSError | None = None
+    for _ in range(2):  # nft may have been killed
+        living = next((identity for identity in tree if identity.alive()), None)
+        if living is None:
+            return
+        try:
             network.open_again(criu or find_criu(), living.pid)
+        except (LimosaError, OSError) as error:
+            failed = error
+        else:
+            return
+    if shut:
+        raise FailedUndone(f"the container's connections are shut, and could not be opened again: {failed}")
 
 
 def keep_log(folder_fd: int, name: str, operation_id: str) -> Path:

@@ -16,7 +16,7 @@ from limosa.containers.calls import settle
 from limosa.containers.freezer import thaw
 from limosa.containers.runtime import Contained, Runtime
 from limosa.containers.runtimes import runtime_of
-from limosa.errors import CannotBeMoved, LimosaError
+from limosa.errors import CannotBeMoved, FailedUndone, LimosaError
 from limosa.image import open_image
 from limosa.operation import clones, container_gpus, driver_steps, recover_images
 from limosa.operation.journal import Journal, Noted, Phase
@@ -52,6 +52,7 @@ class _Written(msgspec.Struct):
     configured: dict[str, str] = {}
     notes: list[str] = []
     run: str = ""
+    shut: bool = False
 
 
 class _Made(msgspec.Struct):
@@ -68,15 +69,20 @@ class _Made(msgspec.Struct):
 
 def recover_checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Recovered:
     """Brings a job back that was being written; see ``recover_images``."""
-    frozen = dead.last(Noted.FREEZE)
+    frozen, cut_off = dead.last(Noted.FREEZE), None
     if frozen is not None:
         _wait_for_runtime(dead, Noted.DUMP, progress)
         root = dead.header.roots[0]
         if root.alive() and not _is_ending(dead):
-            connections_go_on(job_tree(root))
+            try:
+                connections_go_on(job_tree(root), shut=frozen.data.get("shut") is True)
+            except FailedUndone as error:
+                cut_off = error
             let_go_on(job_tree(root))
             thaw(str(frozen.data.get("folder")))
     entry = recover_images.recover_checkpoint(dead, driver, progress)
+    if cut_off is not None:  # it runs, and recover can be run again
+        raise cut_off
     if frozen is not None and entry.state == JobState.GONE:
         written, root = msgspec.convert(frozen.data, ready(_Written)), dead.header.roots[0]
         if written.runtime and is_committed(dead) and not dead.header.leave_running:

@@ -75,6 +75,7 @@ class ContainerDumping(Dumping):
             notes=runtime.notes,
             container=runtime.word_of(self.box.contained),
             run=self.box.contained.run,
+            shut=self._keeps_connections,
         )
         self._freeze()
         self._refuse_stopped()
@@ -115,10 +116,16 @@ class ContainerDumping(Dumping):
         return self.options.tcp_established and not self.leave_running and self.box.contained.network == PRIVATE
 
     def _go_on(self) -> None:
+        failed: FailedUndone | None = None
         if self._keeps_connections:
-            connections_go_on(self.job.tree, self.program)
+            try:
+                connections_go_on(self.job.tree, self.program, shut=True)
+            except FailedUndone as error:
+                failed = error
         let_go_on(self.job.tree)
         thaw(self.box.freezer)
+        if failed is not None:
+            raise failed
 
     def _write(self) -> None:
         work, given = self.work, self.dump_options
