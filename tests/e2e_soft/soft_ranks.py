@@ -95,6 +95,15 @@ class Ranks:
         path = self.folder / "verdict"
         return path.read_text() if path.exists() else ""
 
+    def stands(self, quiet: float = 1.0) -> None:
+        """Waits until no rank has made a step for so long: one of them is held."""
+        seen, since, end = self.steps(), time.monotonic(), time.monotonic() + 60
+        while time.monotonic() < since + quiet:
+            time.sleep(0.01)
+            if (now := self.steps()) != seen:
+                seen, since = now, time.monotonic()
+            assert time.monotonic() < end, "the ranks go on"
+
     def is_to_end(self, last: int | None = None) -> int:
         """Has it end after that step, or one that no rank has begun; which one."""
         if last is None:

@@ -373,7 +373,8 @@ def test_a_rank_that_exits_well_while_it_is_being_stopped(two: Any, linger: int)
     job = Ranks(two, "--abort", "--linger", linger)
     rule = two.switches.add(f"function=ncclAllReduce caller={job.pids[1]} hang")
     waits_for(two, lambda: two.switches.count(rule) > 0)
-    job.is_to_end(job.steps()[1] + 1)  # the step that this one hangs in; the other may not have begun it
+    job.stands()  # the other waits for it, in this step or the next: that is the last one
+    job.is_to_end(max(job.steps()) + 1)
     process = two.later("move", job.pid, *SWAP)
     two.reaches(process, "communicators begin")
     two.switches.remove(rule)
