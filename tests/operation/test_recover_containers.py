@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from typing import Any
 
 import pytest
@@ -121,7 +120,7 @@ def test_a_container_of_runcs_that_was_started_by_hand_since(runtime: Fake, ago:
     """It has the name and the bundle of the one that a killed restore was making."""
     runtime.found = Contained(id="one", name="one", init=ME)
     data = {"runtime": "runc", "program": "", "made": "one", "bundle": ""}
-    began = recover_containers.started_at(ME) + time.time() - time.monotonic()
+    began = recover_containers.started_on(ME)
     dead: Any = Dead(Record(step=Noted.CRIU_RESTORE, phase=Phase.BEGIN, time=began - ago, data=data))
     recover_containers.recover_restore(dead, None, lambda _: None)  # type: ignore[arg-type]
     assert runtime.removed == (["one"] if removed else [])

@@ -474,9 +474,8 @@ def _shim(api: Api, id_: str, criu_folder: str) -> str:
                     old.unlink()
     path = Path(places[0], _called(api, id_))
     new = path.with_name(f".{path.name}")
-    mounted = shlex.quote(
-        f"{OF_CONTAINERD}/{api.namespace}/{id_}/criu-root"
-    )  # what its runc would empty: runc_leftovers
+    # Its runc would empty that (runc_leftovers.py).
+    mounted = shlex.quote(f"{OF_CONTAINERD}/{api.namespace}/{id_}/criu-root")
     new.write_text(
         f"#!/bin/sh\nPATH={shlex.quote(criu_folder)}:$PATH\nexport PATH\n"
         f'case " $* " in *" delete "*) command -p umount -l {mounted} 2>/dev/null ;; esac\n'

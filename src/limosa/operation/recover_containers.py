@@ -7,7 +7,6 @@ back as any job, and a container that was not made to its end is taken away: its
 from __future__ import annotations
 
 import contextlib
-import time
 
 import msgspec
 
@@ -31,7 +30,7 @@ from limosa.operation.recover_images import (
     is_committed,
     still_an_image,
 )
-from limosa.operation.restored import end_tree, started_at
+from limosa.operation.restored import end_tree, started_on
 from limosa.operation.results import Recovered
 from limosa.process.criu.lent import forget
 from limosa.process.identity import Identity
@@ -197,8 +196,7 @@ def _is_anothers(dead: Journal, runtime: Runtime, word: str, run: object) -> boo
         return found.run != run
     if found.init is None:
         return False
-    began = started_at(found.init) + time.time() - time.monotonic()
-    return began > dead.records[-1].time + _YOUNGER_SECONDS
+    return started_on(found.init) > dead.records[-1].time + _YOUNGER_SECONDS
 
 
 def _wait_for_runtime(dead: Journal, step: Noted, progress: ProgressFn) -> None:

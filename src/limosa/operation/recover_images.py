@@ -28,7 +28,7 @@ from limosa.operation.parked.gates import gate_was_opened
 from limosa.operation.parked.parkable import hello_of
 from limosa.operation.parked.recovering import go_back, go_on
 from limosa.operation.remove_image import log_folder
-from limosa.operation.restored import end_tree, keep_record, started_at
+from limosa.operation.restored import end_tree, keep_record, started_on
 from limosa.operation.results import Recovered
 from limosa.operation.rewind import Rewind
 from limosa.parking.protocol import Stand
@@ -264,7 +264,7 @@ def _restored_root(dead: Journal) -> Identity | None:
         last_word = os.stat(Path(dead.header.image, LOG_NAME, RESTORE_LOG)).st_mtime
     except (LimosaError, OSError):
         return None
-    wall = started_at(found) + time.time() - time.monotonic()
+    wall = started_on(found)
     return found if dead.header.since - 1 <= wall <= last_word + 1 else None
 
 

@@ -89,6 +89,11 @@ def _stopped(pid: int) -> bool:
         return False
 
 
+def started_on(identity: Identity) -> float:
+    """When a process was started, in seconds since the epoch; see :func:`started_at`."""
+    return started_at(identity) + time.time() - time.monotonic()
+
+
 def started_at(identity: Identity) -> float:
     """When a process was started, on the monotonic clock (clock ticks since boot, without time suspended)."""
     boot = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
