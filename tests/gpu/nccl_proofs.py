@@ -9,7 +9,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ ACCELERATE = [
 
 
 class Kind(NamedTuple):
-    """How a job is started: by what, which program, its options, how many ranks write a trace."""
+    """How a job is started: by what, which program, its options, how many ranks write a trace; which way it goes."""
 
     program: str
     options: Sequence[str] = ()
@@ -42,6 +42,8 @@ class Kind(NamedTuple):
     traces: Sequence[str] = TRACES
     needs: str = ""
     limit: float = 150
+    env: Mapping[str, str] = {}
+    way: str = "parked"
 
     def argv(self, *more: str) -> list[str]:
         """The command line; FOLDER is the job's own."""
@@ -54,6 +56,11 @@ KINDS = {
     "accumulate": Kind("ddp.py", ["--kind", "accumulate"]),
     "amp": Kind("ddp.py", ["--kind", "amp"]),
     "workers": Kind("ddp.py", ["--kind", "workers"]),
+    "non-blocking": Kind("ddp.py", ["--kind", "accumulate"], env={"TORCH_NCCL_USE_COMM_NONBLOCKING": "1"}),
+    # Stream-ordered memory is left to the driver, and there is hardly any other.
+    "driver": Kind(
+        *("ddp.py", ["--kind", "accumulate"]), env={"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, way="driver"
+    ),
     "compile": Kind("ddp.py", ["--kind", "compile"], limit=240),
     "fsdp2": Kind("fsdp.py"),
     "fsdp2-mixed": Kind("fsdp.py", ["--kind", "mixed"]),
@@ -146,12 +153,12 @@ class Ranks(Prover):
         self.turn, self.ended = turn, turn.pass_on
         self.kind, self.pair = kind, pair
         # So much lies on each rank's GPU at least, whatever it computes.
-        self.least = 2 * int(0.25 * 10**9)
+        self.least = 2 * int(0.25 * 10**9) if kind.way == "parked" else 0
 
     def begin(self, *more: str, env: dict[str, str] | None = None) -> Job:
         """Starts the job; it computes when it is its turn. Its two undisturbed twins follow when it has ended."""
         argv = self.kind.argv("--hold", str(READY), *more)
-        job = self.start(argv, {**self.pair.env, **(env or {})}, self.kind.limit, alone=True)
+        job = self.start(argv, {**self.pair.env, **self.kind.env, **(env or {})}, self.kind.limit, alone=True)
         self.turn.take(self.pair)
         (job.folder / "go").touch()
         job.goes_on()  # the wait is no pause of a swap
@@ -166,7 +173,8 @@ class Ranks(Prover):
             move = lambda to=to: operation.move(job.pid, **to)[0].result  # noqa: E731
             outcome = self.acts(job, move, self.gpus, self.least)
             self.ways[-1]["pause"] = gap(job, self.kind.traces, since)  # the worst of all ranks
-            assert outcome.bytes >= self.least or outcome.way != "parked", f"swap {turn + 1}: {outcome}"
+            assert outcome.bytes >= self.least, f"swap {turn + 1}: {outcome}"
+            assert outcome.way == self.kind.way, f"swap {turn + 1}: {outcome}"
             after = self.places(job)
             for pid in before:
                 if len(before[pid]) == len(after.get(pid, ())) == 1:

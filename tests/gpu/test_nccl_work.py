@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from limosa import operation
 from limosa.errors import Refused
 from limosa.gpu import Inventory
 
+RAS = 28028
 TIME_OUT = 15  # seconds, of the process group, its store and the heartbeat; ranks come up within it
 pytestmark = [
     *(pytest.mark.gpu, pytest.mark.gpu_nccl, pytest.mark.two_gpus),
@@ -127,6 +129,32 @@ def test_put_aside_for_longer_than_every_time_out(ranks: Callable[[Kind], Ranks]
         prover.acts(job, back, prover.gpus, prover.least)
         prover.record["moves"] += 1
     prover.agree(job)
+
+
+def test_the_port_of_nccls_ras_service_may_be_anothers_when_it_comes_back(
+    ranks: Callable[[Kind], Ranks], images: Path
+) -> None:
+    """NCCL listens there by itself, in the first process that gets the port; while the job is on disk anybody may."""
+    prover = ranks(KINDS["accumulate"])
+    job = prover.begin()
+    prover.record["listened"] = listens(RAS)
+    image = images / "image"
+    operation.checkpoint(job.pid, image, timeout=120)
+    assert not listens(RAS)
+    with socket.create_server(("127.0.0.1", RAS)):
+        to: dict[str, Any] = {"gpu_map": prover.pair.swap, "force": BESIDE, "timeout": 120}
+        prover.acts(job, lambda: operation.restore(image, **to), prover.gpus, prover.least)
+        prover.ways[-1]["pause"] = None
+        prover.record["restores"] = 1
+        prover.swaps(job, 1)
+    prover.swaps(job, 1)
+    prover.agree(job)
+
+
+def listens(port: int) -> bool:
+    """Whether somebody takes connections there."""
+    with socket.socket() as asked:
+        return asked.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_a_captured_collective_is_refused_and_the_job_goes_on(ranks: Callable[[Kind], Ranks]) -> None:
