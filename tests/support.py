@@ -187,7 +187,7 @@ def quickest(call: Callable[[], Any], most: float, tries: int = 5) -> float:
 
 
 # Limosa, killed with its worker as the last thing that it does: nobody has told that the operation is done.
-KILLED_AT_THE_END = """
+_KILLED = """
 import os, signal, sys
 from limosa.operation.journal import Journal
 def end(*_):
@@ -195,10 +195,17 @@ def end(*_):
         if open(f"/proc/{pid}/comm").read().startswith("limosa-worker"):
             os.kill(int(pid), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
-Journal.finish = end
+WHERE
 from limosa.cli.main import entry
 entry(sys.argv[1:])
 """
+KILLED_AT_THE_END = _KILLED.replace("WHERE", "Journal.finish = end")
+KILLED_AS_IT_CAME_BACK = _KILLED.replace(
+    "WHERE",
+    """note = Journal.note
+Journal.note = lambda *words, **data: end() if words[1:3] == ("criu-restore", "done") else note(*words, **data)""",
+)
+"""The runtime, or CRIU, has brought the job back, and nobody has noted that."""
 
 
 class Victim:

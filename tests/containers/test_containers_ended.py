@@ -5,20 +5,23 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 from containers.runtimes import Container
-from support import KILLED_AT_THE_END
+from support import KILLED_AS_IT_CAME_BACK, KILLED_AT_THE_END
 from test_containers_to_disk import Desk, desk, desk_of, each, recovered, until
+
+from limosa.containers.state import states
 
 __all__ = ["desk", "desk_of"]
 pytestmark = [pytest.mark.root, pytest.mark.criu, pytest.mark.timeout(300)]
 
 
-def killed_at_the_end(desk: Desk, *words: object) -> None:
+def killed_at_the_end(desk: Desk, *words: object, program: str = KILLED_AT_THE_END) -> None:
     environment = desk.runtime.environment()
     del environment["HOME"]
-    process = desk.node.popen([sys.executable, "-c", KILLED_AT_THE_END, *words], env=environment)
+    process = desk.node.popen([sys.executable, "-c", program, *words], env=environment)
     assert process.wait(120) == -signal.SIGKILL
 
 
@@ -68,3 +71,46 @@ def test_volumes_of_a_restore_that_failed_are_not_taken_for_the_jobs(desk: Desk,
     assert desk.runtime("volume", "ls", "--quiet").stdout.split() == [f"{vol}-2"]
     desk.restore()
     assert desk.back().run("cat", "/vol/file").stdout == "kept\n"
+
+
+def killed_as_it_ends_one(desk: Desk) -> Path:
+    """The podman's runc is killed wherever it is told to end a container, while the file that is returned is there."""
+    place = desk.runtime.place
+    there, program = place / "killed", place / "bin" / "runc"
+    program.parent.mkdir()
+    program.write_text(
+        f"""#!/bin/sh
+case " $* " in *" kill "*|*" delete "*) [ -e {there} ] && kill -9 $$ ;; esac
+exec {desk.runtime.engines["runc"]} "$@"
+"""
+    )
+    program.chmod(0o755)
+    conf = place / ".config" / "containers" / "containers.conf"
+    conf.write_text(conf.read_text().replace(str(desk.runtime.engines["runc"]), str(program)))
+    return there
+
+
+@each("podman-living", "podman-ended")
+def test_one_that_podman_forgets_and_does_not_end_is_ended(desk: Desk, word: str) -> None:
+    """Where the runc below it is killed it says so once, and the next time it forgets a container that runs."""
+    killed = killed_as_it_ends_one(desk)
+    one = desk.job()
+    one.goes_on()
+    desk.checkpoint(one)
+    if word == "living":
+        killed_at_the_end(desk, "restore", desk.image(), program=KILLED_AS_IT_CAME_BACK)
+        again = desk.back()
+        killed.touch()
+        desk.limosa("recover", rc=40)
+        assert again.lives()
+        desk.limosa("recover")
+        until(lambda: not again.lives(), 10)
+    else:  # limosa has ended it before
+        killed.touch()
+        desk.node.switches.add("function=cuCheckpointProcessRestore nth=1 result=UNKNOWN")
+        desk.restore(rc=21)
+    killed.unlink()
+    assert desk.runtime.names() == []
+    assert [s.id for s in states() if str(desk.runtime.place) in s.bundle] == []
+    desk.restore()
+    desk.back().goes_on()

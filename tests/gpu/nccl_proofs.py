@@ -57,10 +57,6 @@ KINDS = {
     "amp": Kind("ddp.py", ["--kind", "amp"]),
     "workers": Kind("ddp.py", ["--kind", "workers"]),
     "non-blocking": Kind("ddp.py", ["--kind", "accumulate"], env={"TORCH_NCCL_USE_COMM_NONBLOCKING": "1"}),
-    # Stream-ordered memory is left to the driver, and there is hardly any other.
-    "driver": Kind(
-        *("ddp.py", ["--kind", "accumulate"]), env={"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, way="driver"
-    ),
     "compile": Kind("ddp.py", ["--kind", "compile"], limit=240),
     "fsdp2": Kind("fsdp.py"),
     "fsdp2-mixed": Kind("fsdp.py", ["--kind", "mixed"]),
@@ -153,7 +149,7 @@ class Ranks(Prover):
         self.turn, self.ended = turn, turn.pass_on
         self.kind, self.pair = kind, pair
         # So much lies on each rank's GPU at least, whatever it computes.
-        self.least = 2 * int(0.25 * 10**9) if kind.way == "parked" else 0
+        self.least = 2 * int(0.25 * 10**9)
 
     def begin(self, *more: str, env: dict[str, str] | None = None) -> Job:
         """Starts the job; it computes when it is its turn. Its two undisturbed twins follow when it has ended."""

@@ -181,6 +181,7 @@ class Prover:
         self.record: dict[str, Any] = {"name": name, "moves": 0}
         self.jobs: list[Job] = []
         self.later: list[Callable[[], Job]] = []
+        self.one_twin_at_a_time = False  # else both, when the job has ended
         self.ended: Callable[[], None] = lambda: None  # called when the job has ended, before its twins begin
 
     def start(
@@ -279,7 +280,11 @@ class Prover:
         self.ended()
         moved = {name: job.results(name) for name in traces}
         steps = len(moved[traces[0]])
-        self.jobs += [begin() for begin in self.later]
+        for begin in self.later:
+            self.jobs.append(begin())
+            if self.one_twin_at_a_time:
+                self.jobs[-1].stop_at(steps)
+                self.jobs[-1].ends(240)
         for twin in self.jobs[1:]:
             twin.stop_at(steps)
         for twin in self.jobs[1:]:

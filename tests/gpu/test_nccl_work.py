@@ -103,6 +103,18 @@ def test_one_rank_goes_to_a_free_gpu_and_back(
     prover.agree(job)
 
 
+def test_what_has_no_room_beside_itself_is_swapped_by_the_driver(
+    ranks: Callable[[Kind], Ranks], gpus: Inventory
+) -> None:
+    """Each rank has more than half of its GPU: the parked way needs room for both copies."""
+    much = f"{0.55 * min(gpu.memory_total for gpu in gpus.gpus[:2]) / 10**9:.0f}"
+    prover = ranks(Kind("ddp.py", ["--kind", "accumulate", "--gigabytes", much], way="driver"))
+    prover.one_twin_at_a_time = True
+    job = prover.begin()
+    prover.swaps(job, 2)
+    prover.agree(job)
+
+
 def test_put_aside_and_brought_back(ranks: Callable[[Kind], Ranks]) -> None:
     """Suspended, nobody makes a step; resumed, also onto swapped GPUs."""
     prover = ranks(KINDS["fsdp2"])

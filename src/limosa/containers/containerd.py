@@ -58,7 +58,8 @@ _KIND, _SANDBOX = "io.cri-containerd.kind", "sandbox"
 _RESTARTED, _NERDCTL = "containerd.io/restart.status", "nerdctl/"
 _BINARY, _CRIU_IMAGES, _CRIU_WORK = 6, 10, 11  # runc's options
 _OF_RUNC = (1, 2, 3, 4, 5, 7, 9)  # those of a task that a restored one has as well; no path of a program
-_PID, _STDOUT, _STDERR, _TERMINAL = 3, 6, 7, 8  # types.Process
+_PID, _STATUS, _STDOUT, _STDERR, _TERMINAL = 3, 4, 6, 7, 8  # types.Process
+_PAUSED = 4  # types.Status
 _MOST_BYTES = 8 << 20
 _KILL_SECONDS = 60.0
 _RESTORE_SECONDS = 3600.0
@@ -140,6 +141,7 @@ class Containerd(Runtime):
             name=record.id,
             init=init,
             run=str(task.number(_PID)) if task is not None else "",
+            paused=task is not None and task.number(_STATUS) == _PAUSED,
             image=record.image,
             image_id=parent,
             bundle=state.bundle if state is not None else "",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from limosa.containers.find import Container, own_lines
 from limosa.errors import FailedUndone, LimosaError
@@ -94,6 +94,22 @@ def thaw(folder: str) -> None:
         _write(folder, frozen=False)
     except FileNotFoundError:
         pass
+
+
+def pause(folder: str, asked: Callable[[], bool]) -> None:
+    """Hold a container still again whose runtime was told to pause it while it was held here: nobody else does.
+
+    Args:
+        folder: its cgroup, whose processes go on.
+        asked: whether its runtime says that it is paused.
+
+    Raises:
+        OSError: it cannot be done.
+    """
+    if asked():
+        _write(folder, frozen=True)
+        if not asked():  # it was told to let it go on in between
+            thaw(folder)
 
 
 def _is_frozen(folder: str) -> bool:

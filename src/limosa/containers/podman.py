@@ -26,6 +26,7 @@ from limosa.containers.runtime import (
     bound,
     check_name,
     criu_said,
+    end,
     flags,
     is_port,
     living,
@@ -168,6 +169,7 @@ class Podman(Runtime):
             monitor=one.state.conmon_pid,
             run=one.state.started_at,
             ran=one.state.status not in _NEVER_RAN,
+            paused=one.state.status == "paused",
             published=_published(host),
             volumes=tuple(Volume(m.name, m.destination) for m in one.mounts if m.type == "volume" and m.name),
             writes=tuple(word for m in one.mounts for word in m.writes()),
@@ -353,9 +355,14 @@ class Podman(Runtime):
                 self.remove(word.strip('",'))
 
     def remove(self, id_: str, on_start: Callable[[Identity], None] = calls.nobody) -> None:
+        state = self._state(id_)
         said = self._run("rm", "--force", "--time=0", "--", id_, on_start=on_start)
         if said.rc and self._exists("container", id_):
             raise FailedUndone(what="podman rm", detail=said.why)
+        if state is not None:  # podman forgets it, too, where the runtime below was killed
+            end(Identity(state.pid, state.start_time))
+            if state.by == "runc":
+                take_away(state.folder, state.id, ended=True)
 
 
 def _keeps_id(record: ContainerRecord, name: str) -> bool:

@@ -53,20 +53,26 @@ def unmount_root(folder: str, name: str) -> None:
         raise _failed(folder, name, error) from error
 
 
-def take_away(folder: str, name: str) -> None:
-    """Remove such a folder that no state is in, if it is there: it would keep the name taken.
+def take_away(folder: str, name: str, *, ended: bool = False) -> None:
+    """Remove such a folder, if it is there: it would keep the name taken.
+
+    Args:
+        folder: an absolute path, of a runtime.
+        name: of a container.
+        ended: also where a state is in it: of a container of which nothing lives.
 
     Raises:
         FailedUndone: it stays.
     """
-    if not begun(folder, name):
+    if not ended and not begun(folder, name):
         return
     try:
         with closing(open_folder(folder)) as above:
             with closing(_opened(above, name)) as fd:
                 _unmount(fd)
-                for one in filter(_OTHER.fullmatch, os.listdir(fd)):
-                    os.unlink(one, dir_fd=fd)
+                for one in os.listdir(fd):
+                    if _OTHER.fullmatch(one) or (ended and one in _NOTES):
+                        os.unlink(one, dir_fd=fd)
                 with contextlib.suppress(FileNotFoundError):
                     os.rmdir(_ROOT, dir_fd=fd)
             os.rmdir(name, dir_fd=above)

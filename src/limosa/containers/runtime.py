@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +22,11 @@ from limosa import start
 from limosa.containers import calls
 from limosa.containers.calls import Said
 from limosa.containers.state import State, states
-from limosa.errors import InvalidArgument, LimosaError
+from limosa.errors import FailedUndone, InvalidArgument, LimosaError, NoSuchProcess
 from limosa.image import ContainerRecord
 from limosa.process.criu.log import Cause, cause
 from limosa.process.criu.stats import DumpStats
-from limosa.process.identity import Identity
+from limosa.process.identity import Handle, Identity
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}", re.ASCII)
 _PORT = re.compile(r"[1-9][0-9]{0,4}", re.ASCII)
@@ -40,6 +41,7 @@ JOINED = "joined"
 
 SHARES = "container-shares"
 _MOST_PORTS = 2000
+_END_SECONDS = 10.0
 
 
 class Volume(msgspec.Struct, frozen=True):
@@ -62,6 +64,7 @@ class Contained(msgspec.Struct, frozen=True, kw_only=True):
     monitor: int = 0  # the pid of podman's monitor of it
     run: str = ""  # which run of it this is, or was the last, in words of its runtime's; "" where that says none
     ran: bool = True  # whether it runs, or has
+    paused: bool = False  # whether its runtime was told to pause it, where that keeps it in mind besides the cgroup
     published: tuple[int, ...] = ()  # TCP ports of the machine that its runtime leads to it
     volumes: tuple[Volume, ...] = ()
     writes: tuple[str, ...] = ()  # what of the machine it may change: "volume NAME", "folder PATH", "file PATH"
@@ -267,6 +270,11 @@ class Runtime(ABC):
         """
         del names, since, until
 
+    def is_paused(self, word: str) -> bool:
+        """Return whether somebody has told it to pause the container of such a word, as :meth:`find` takes it."""
+        found = self.find(word)
+        return found is not None and found.paused
+
     def word_of(self, contained: Contained) -> str:
         """Return what :meth:`remove` takes for a container, also when it does not run any more."""
         return contained.id
@@ -301,6 +309,18 @@ def living(pid: int) -> Identity | None:
 def alive(identity: Identity) -> Identity | None:
     """Return it where it lives, else None."""
     return identity if identity.pid > 0 and identity.alive() else None
+
+
+def end(init: Identity) -> None:
+    """End what is left of a container that was taken away: with its first process all end, and the job's memory goes.
+
+    Raises:
+        FailedUndone: it does not end.
+    """
+    with contextlib.suppress(NoSuchProcess), Handle(init) as handle:
+        handle.signal(signal.SIGKILL)
+        if not handle.wait(_END_SECONDS):
+            raise FailedUndone(what="ending the container", detail=f"process {init.pid} does not end")
 
 
 def criu_said(path: str) -> str:

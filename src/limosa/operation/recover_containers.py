@@ -12,7 +12,7 @@ import msgspec
 
 from limosa import gpu
 from limosa.containers.calls import settle
-from limosa.containers.freezer import thaw
+from limosa.containers.freezer import pause, thaw
 from limosa.containers.runtime import Contained, Runtime
 from limosa.containers.runtimes import runtime_of
 from limosa.errors import CannotBeMoved, FailedUndone, LimosaError
@@ -52,6 +52,7 @@ class _Written(msgspec.Struct):
     notes: list[str] = []
     run: str = ""
     shut: bool = False
+    folder: str = ""  # of the cgroup by which it was held
 
 
 class _Made(msgspec.Struct):
@@ -82,6 +83,8 @@ def recover_checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) 
     entry = recover_images.recover_checkpoint(dead, driver, progress)
     if cut_off is not None:  # it runs, and recover can be run again
         raise cut_off
+    if frozen is not None and entry.state == JobState.RUNNING:
+        _pause(msgspec.convert(frozen.data, ready(_Written)))
     if frozen is not None and entry.state == JobState.GONE:
         written, root = msgspec.convert(frozen.data, ready(_Written)), dead.header.roots[0]
         if written.runtime and is_committed(dead) and not dead.header.leave_running:
@@ -93,6 +96,14 @@ def recover_checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) 
         elif written.runtime and _began_anew(written, root):
             entry.did += "; somebody has started its container anew since"
     return entry
+
+
+def _pause(written: _Written) -> None:
+    """Whoever has paused it while it was held sees that it is."""
+    if written.runtime:
+        with contextlib.suppress(LimosaError, OSError):  # it goes on, as the job was to
+            runtime = _runtime_of(written)
+            pause(written.folder, lambda: runtime.is_paused(written.container))
 
 
 def _runtime_of(written: _Written) -> Runtime:

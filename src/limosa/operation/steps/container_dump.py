@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from limosa.containers.freezer import cannot_be_traced, freeze, thaw
+from limosa.containers.freezer import cannot_be_traced, freeze, pause, thaw
 from limosa.containers.runtime import MACHINES, PRIVATE, Kept
 from limosa.containers.runtimes import folder_of
 from limosa.errors import CannotBeMoved, FailedUndone, LimosaError, NoSuchProcess
@@ -25,6 +25,7 @@ from limosa.operation.frozen import tree_and_files
 from limosa.operation.journal import Noted, Phase, added_up
 from limosa.operation.leftovers import connections_go_on, end_rest, has_ended, let_go_on
 from limosa.operation.prepare import Prepared
+from limosa.operation.results import CheckpointResult
 from limosa.operation.step import HOME, Verb
 from limosa.operation.steps.dumping import ANSWERED, TRIES, Dumping
 from limosa.operation.work import Work
@@ -37,7 +38,7 @@ from limosa.process.namespaces import inside
 from limosa.process.records import ClonedRecord
 from limosa.process.tree import job_tree
 
-_STILL = "still"
+_STILL, _PAUSED = "still", "paused"
 
 
 class ContainerDumping(Dumping):
@@ -47,6 +48,7 @@ class ContainerDumping(Dumping):
         super().__init__(work, verb, job, options, program)
         assert job.box is not None
         self.box = job.box
+        self._was_held = False
         self._pids: dict[int, int] = {}  # what its processes are called here → inside
 
     @property
@@ -58,6 +60,22 @@ class ContainerDumping(Dumping):
 
     def look_at_names(self) -> None:
         """They are the container's own, and its runtime brings its /dev/shm back."""
+
+    def run(self) -> CheckpointResult:
+        self.work.push(_PAUSED, self._pause)  # the first one, and so the last of all that is undone
+        result = super().run()
+        self.work.drop(_PAUSED)
+        if self.leave_running:
+            self._pause()
+        return result
+
+    def _pause(self) -> None:
+        """Whoever has paused it while it was held sees that it is."""
+        runtime = self.box.runtime
+        word = runtime.word_of(self.box.contained)
+        if self._was_held:
+            with contextlib.suppress(LimosaError, OSError):  # it goes on, as the job was to
+                pause(self.box.freezer, lambda: runtime.is_paused(word))
 
     def dump(self) -> None:
         work = self.work
@@ -96,6 +114,7 @@ class ContainerDumping(Dumping):
 
     def _freeze(self) -> None:
         """Freezes it while nobody asks its shims: to CRIU a connection to them is one to a process outside."""
+        self._was_held = True
         freeze(self.box.freezer)
         for _ in range(TRIES - 1):
             if not any(is_asked(member.pid) for member in self.members):
