@@ -181,7 +181,6 @@ class Prover:
         self.record: dict[str, Any] = {"name": name, "moves": 0}
         self.jobs: list[Job] = []
         self.later: list[Callable[[], Job]] = []
-        self.one_twin_at_a_time = False  # else both, when the job has ended
         self.ended: Callable[[], None] = lambda: None  # called when the job has ended, before its twins begin
 
     def start(
@@ -280,11 +279,7 @@ class Prover:
         self.ended()
         moved = {name: job.results(name) for name in traces}
         steps = len(moved[traces[0]])
-        for begin in self.later:
-            self.jobs.append(begin())
-            if self.one_twin_at_a_time:
-                self.jobs[-1].stop_at(steps)
-                self.jobs[-1].ends(240)
+        self.jobs += [begin() for begin in self.later]
         for twin in self.jobs[1:]:
             twin.stop_at(steps)
         for twin in self.jobs[1:]:

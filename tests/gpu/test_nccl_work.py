@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from nccl_proofs import BESIDE, FOUR, KINDS, RANKS, TRACES, TURNS, Kind, Pair, Ranks, Turn
+from op_support import Filler
 from proofs import Job, first_difference, note
 
 from limosa import operation
@@ -104,14 +105,15 @@ def test_one_rank_goes_to_a_free_gpu_and_back(
 
 
 def test_what_has_no_room_beside_itself_is_swapped_by_the_driver(
-    ranks: Callable[[Kind], Ranks], gpus: Inventory
+    ranks: Callable[[Kind], Ranks], filler: Callable[..., Filler]
 ) -> None:
-    """Each rank has more than half of its GPU: the parked way needs room for both copies."""
-    much = f"{0.55 * min(gpu.memory_total for gpu in gpus.gpus[:2]) / 10**9:.0f}"
-    prover = ranks(Kind("ddp.py", ["--kind", "accumulate", "--gigabytes", much], way="driver"))
-    prover.one_twin_at_a_time = True
+    """Others have taken the rest of both GPUs, and the parked way needs room for both copies."""
+    prover = ranks(Kind("ddp.py", ["--kind", "accumulate"], way="driver"))
+    others = filler(leave=1 << 30)
     job = prover.begin()
-    prover.swaps(job, 2)
+    others.fill(*prover.pair.indices)
+    prover.swaps(job, TURNS)
+    others.empty(*prover.pair.indices)
     prover.agree(job)
 
 
