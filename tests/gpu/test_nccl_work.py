@@ -148,13 +148,12 @@ def test_put_aside_for_longer_than_every_time_out(ranks: Callable[[Kind], Ranks]
 def test_the_port_of_nccls_ras_service_may_be_anothers_when_it_comes_back(
     ranks: Callable[[Kind], Ranks], images: Path
 ) -> None:
-    """NCCL listens there by itself, in the first process that gets the port; while the job is on disk anybody may."""
+    """NCCL would listen there, in the first process that gets the port: the job would need it to come back."""
     prover = ranks(KINDS["accumulate"])
     job = prover.begin()
-    prover.record["listened"] = listens(RAS)
+    assert not listens(RAS)
     image = images / "image"
     operation.checkpoint(job.pid, image, timeout=120)
-    assert not listens(RAS)
     with socket.create_server(("127.0.0.1", RAS)):
         to: dict[str, Any] = {"gpu_map": prover.pair.swap, "force": BESIDE, "timeout": 120}
         prover.acts(job, lambda: operation.restore(image, **to), prover.gpus, prover.least)

@@ -71,6 +71,13 @@ def test_root_preloads_its_own(tmp_path, monkeypatch):
     assert parking.preload({})["LD_PRELOAD"] == str(library)
 
 
+def test_nccl_listens_for_nobody_where_that_is_not_wanted():
+    """On a port that an image would need to be free."""
+    asked = parking.preload({"NCCL_RAS_ENABLE": "1"})["NCCL_RAS_ENABLE"]
+    assert (parking.preload({})["NCCL_RAS_ENABLE"], asked) == ("0", "1")
+    assert "NCCL_RAS_ENABLE" not in parking.preload({}, without=["ranks"])
+
+
 def test_roots_criu_gets_no_plugin_that_others_can_change(tmp_path, monkeypatch):
     plugin = tmp_path / "native" / "criu" / program.PLUGIN
     plugin.parent.mkdir(parents=True)

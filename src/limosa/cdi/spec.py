@@ -27,7 +27,8 @@ FILE = "limosa.dev-job.json"
 _MOST = 1 << 20
 
 # libuv (Node.js, uvloop, PyTorch's store) asks for an io_uring, which no CRIU can write to disk; so it uses epoll.
-_ENVIRONMENT = ("UV_USE_IO_URING=0",)
+# NCCL's RAS service would keep ports that a restore needs to be free.
+_ENVIRONMENT = ("UV_USE_IO_URING=0", "NCCL_RAS_ENABLE=0")
 
 
 class Mount(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, kw_only=True):

@@ -13,6 +13,9 @@ from pathlib import Path
 from limosa import start
 
 WITHOUT = "LIMOSA_SHIM_WITHOUT"
+_RAS = "NCCL_RAS_ENABLE"
+"""NCCL listens on ports for it until the process ends: an image would need them, and the address, to be free."""
+
 LIBRARY = Path(__file__).resolve().parents[1] / "native" / "shim" / "liblimosa_shim.so"
 
 
@@ -20,7 +23,7 @@ def preload(env: Mapping[str, str] | None = None, *, without: Sequence[str] = ()
     """Return an environment (``env``, or the caller's) in which programs run under the shim, where it has been built.
 
     ``without`` is what the shim leaves alone: "bulk", "stack" (``operation/parked/bulk.py``), "ranks"
-    (``operation/communicators/``).
+    (``operation/communicators/``). NCCL's RAS service is off where nobody has said otherwise.
     """
     found = dict(os.environ if env is None else env)
     if without:
@@ -28,4 +31,6 @@ def preload(env: Mapping[str, str] | None = None, *, without: Sequence[str] = ()
     if start.loadable(LIBRARY):
         others = [part for part in found.get("LD_PRELOAD", "").replace(":", " ").split() if part != str(LIBRARY)]
         found["LD_PRELOAD"] = ":".join([str(LIBRARY), *others])
+        if "ranks" not in without:
+            found.setdefault(_RAS, "0")
     return found
