@@ -200,6 +200,12 @@ from limosa.cli.main import entry
 entry(sys.argv[1:])
 """
 KILLED_AT_THE_END = _KILLED.replace("WHERE", "Journal.finish = end")
+KILLED_AS_IT_WAS_COMMITTED = _KILLED.replace(
+    "WHERE",
+    """note = Journal.try_note
+Journal.try_note = lambda *words, **data: end() if words[1:3] == ("commit", "done") else note(*words, **data)""",
+)
+"""CRIU still waits for the answer, and lets the job go on."""
 KILLED_AS_IT_CAME_BACK = _KILLED.replace(
     "WHERE",
     """note = Journal.note

@@ -148,7 +148,7 @@ def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> 
         container_gpus.give(root, dead.header.members)
     ran = has_run(dead, root)
     try:
-        members = finish(dead, driver, root, progress)
+        members = finish(dead, driver, root, progress, ran=ran)
     except LimosaError as error:
         if ran:
             raise gate_was_opened("restore", str(error)) from error

@@ -7,7 +7,7 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -34,7 +34,7 @@ from limosa.operation.rewind import Rewind
 from limosa.parking.protocol import Stand
 from limosa.parking.shim import Shim
 from limosa.process.criu import leftovers
-from limosa.process.criu.run import RESTORE_LOG
+from limosa.process.criu.run import DUMP_LOG, RESTORE_LOG
 from limosa.process.identity import Handle, Identity
 from limosa.process.openat import closing
 from limosa.process.records import EndedRecord
@@ -42,6 +42,7 @@ from limosa.process.tree import job_tree
 from limosa.progress import Progress, ProgressFn
 from limosa.structs import ready
 
+_LAST_WORDS = 1 << 20  # bytes of CRIU's log: after these words it names each process that it ends
 CRIU_PATIENCE = 900.0  # seconds; a dump of hundreds of gigabytes to a slow disk takes minutes
 
 
@@ -64,7 +65,7 @@ def recover_checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) 
     header = dead.header
     _wait_for_criu(dead, "dump", progress)
     committed = is_committed(dead)
-    leaves = committed and not header.leave_running  # it is in its image, and nowhere else
+    leaves = committed and not header.leave_running and _was_ended(dead)  # it is in its image, and nowhere else
     job_lives = bool(header.roots) and not (leaves and has_ended(header.roots[0])) and header.roots[0].alive()
     # Its children may live on without it; they are in no image then, or in one that is a copy.
     job_lives = job_lives or (not leaves and any(m.identity.alive() for m in header.members))
@@ -100,6 +101,22 @@ def recover_checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) 
     if job_lives and header.members and all(m.was == gpu.State.CHECKPOINTED for m in header.members):
         state = "checkpointed"
     return entry_of(dead, did="; ".join(did), state=state)
+
+
+def _was_ended(dead: Journal) -> bool:
+    """Whether the job was being ended, or has been; else what it has done since is in no image.
+
+    CRIU asks whether the image was committed, and lets the job go on where nobody answers.
+    """
+    if dead.began(Noted.FREEZE):
+        return True  # a container: it stands still until it is ended
+    said = b""
+    with _log_of(dead) as log_fd, contextlib.suppress(OSError):
+        fd = os.open(DUMP_LOG, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=log_fd)
+        with open(fd, "rb") as log:
+            log.seek(max(0, os.fstat(fd).st_size - _LAST_WORDS))
+            said = log.read(_LAST_WORDS)
+    return b"Unfreezing tasks into 2" in said  # TASK_DEAD
 
 
 def _its_memory_back(dead: Journal, driver_home: Callable[[], None]) -> None:
@@ -156,16 +173,22 @@ def is_committed(dead: Journal) -> bool:
 
 def _release_network(dead: Journal) -> None:
     """A CRIU that was killed has left the job's connections shut: open them again."""
-    header = dead.header
+    with _log_of(dead) as log_fd:
+        release_network(dead.header.tree, log_fd, dead.header.roots[0].pid)
+
+
+@contextlib.contextmanager
+def _log_of(dead: Journal) -> Iterator[int]:
+    """The folder with CRIU's log of a dump; -1 where there is none."""
     with contextlib.ExitStack() as stack:
         log_fd = -1
-        for folder in filter(None, (header.draft, header.image)):
+        for folder in filter(None, (dead.header.draft, dead.header.image)):
             # Where others can change names another image may stand there, or a log that names another job's table.
             with contextlib.suppress(LimosaError, OSError), closing(open_named(folder)) as image_fd:
                 log_fd = stack.enter_context(log_folder(image_fd))
             if log_fd >= 0:
                 break
-        release_network(header.tree, log_fd, header.roots[0].pid)
+        yield log_fd
 
 
 def criu_of(dead: Journal, step: str) -> Identity | None:
@@ -214,7 +237,7 @@ def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> 
         return entry_of(dead, did=did + _undo_files(dead), state="gone")
     ran = has_run(dead, root)
     try:
-        members = finish(dead, driver, root, progress)
+        members = finish(dead, driver, root, progress, ran=ran)
     except LimosaError as error:
         if ran:  # it may run: forward, or not at all
             raise gate_was_opened("restore", str(error)) from error
@@ -279,17 +302,17 @@ def _criu_was_done(dead: Journal) -> bool:
     return False
 
 
-def finish(dead: Journal, driver: gpu.Driver, root: Identity, progress: ProgressFn) -> list[Member]:
+def finish(dead: Journal, driver: gpu.Driver, root: Identity, progress: ProgressFn, *, ran: bool) -> list[Member]:
     """Has the driver bring back what it has not yet, and opens the gates; returns the members.
 
-    Raises what keeps the job from being whole.
+    ``ran``: what :func:`has_run` has said. Raises what keeps the job from being whole.
     """
     members = dead.header.members
     if not members:
         return []
     let_go_on(job_tree(root))
     pids = {i.pid: i for i in job_tree(root)}
-    if has_run(dead, root):  # and a process of it have ended since
+    if ran:  # and a process of it have ended since
         members = [m for m in members if m.pid in pids]
     for member in members:
         if member.pid not in pids:
@@ -320,13 +343,15 @@ def finish(dead: Journal, driver: gpu.Driver, root: Identity, progress: Progress
 def has_run(dead: Journal, root: Identity) -> bool:
     """Return whether a restored job was let go before its operation was killed: what it has done since is in no image.
 
-    Of one whose memory was still to come a gate is closed, also where the driver has let it go.
+    Of one whose memory was still to come a gate is closed, also where the driver has let it go. What is stopped goes
+    on: it would not answer.
     """
     if dead.began(Noted.OPEN):
         return True
     if not dead.began(Noted.UNLOCK):
         return False
     there = {one.pid: one for one in job_tree(root)}
+    let_go_on(there.values())
     with contextlib.ExitStack() as stack:
         for member in dead.header.members:
             if member.pid in there:
