@@ -78,11 +78,22 @@ class Box(Job):
         names = os.listdir(f"/proc/{self.pid}/root/dev")
         return {name for name in names if name.startswith("nvidia") and name[6:].isdigit()}
 
+    def listed(self) -> list[str]:
+        """The GPUs (UUIDs) that NVML lists to a program that is started in it now."""
+        asked = self.boxes._runc("exec", self.name, sys.executable, "-c", _LIST)
+        return subprocess.check_output(asked, text=True, timeout=_LIMIT).split()
+
     def remove(self) -> None:
         """Ends it, and takes it away."""
         self.boxes.remove(self)
 
 
+_LIST = """
+import pynvml
+pynvml.nvmlInit()
+for number in range(pynvml.nvmlDeviceGetCount()):
+    print(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(number)))
+"""
 _MONITOR = """
 import ctypes, os, subprocess, sys
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER

@@ -158,7 +158,9 @@ def test_a_training(boxes: Boxes, uuids: list[str], tmp_path: Path, kind: str) -
         assert any(one["parked"] for one in shims.values()), shims
         for turn in range(TURNS if kind == "torch" else min(TURNS, 4)):
             told.move(box, B if turn % 2 == 0 else A, uuids)
-        here = box.nodes()
+        here, listed = box.nodes(), box.listed()
+        told(node=sorted(here), nvml_lists=listed)
+        assert listed == [uuids[A if here == {f"nvidia{A}"} else B]]
         timed(told, "suspend", lambda: single(operation.suspend(box.called, timeout=60)))
         assert not on(box.pid), "a suspended job holds nothing on any GPU"
         timed(told, "resume", lambda: single(operation.resume(box.called, timeout=60)))
