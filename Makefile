@@ -29,7 +29,7 @@ help:
 	@echo "make test       what CI runs: lint and all tests that need no GPU; forty minutes on two cores"
 	@echo "make check      of these, the fast ones: two minutes"
 	@echo "make test-criu  those that need CRIU; make test-soft: those on software GPUs, the fault campaign among them"
-	@echo "make test-long  every kill of the parked way, 90 of them (make test has a third): ten minutes"
+	@echo "make test-long  every kill of the parked way, 90 of them (make test has 27), and of containers: ten minutes"
 	@echo "make test-zdtm  CRIU's own tests through limosa beside bare CRIU, its source from Debian; half an hour"
 	@echo "make test-gpu   tests on the GPUs of this machine"
 	@echo "make faults     the fault campaign on software GPUs; CASE=… SEED=… replays one run, N=… takes so many"

@@ -29,6 +29,7 @@ FOUND = (
     "recover-making/podman/run/random-kill-runtime.0",
     "checkpoint/podman/point.during-the-end.3/kill-runtime-oci-criu",
     "clone/containerd/run/random-sigterm.0",
+    "leave-running/podman/point.after-note-checkpoint-done.0/paused",
 )
 """What failed when more of it was run, one of each cause (docs/reliability.md)."""
 

@@ -28,7 +28,7 @@ def command(report: Report, *, size: str | None, keep: str | None, end: bool) ->
     limosa arena 32G --keep 8h
 
     Jobs started by limosa run are suspended into pinned host memory, the
-    arena. Pinning takes time (5.6 GiB/s were measured). A suspend that needs
+    arena. Pinning takes time (2.2 to 5.6 GiB/s were seen). A suspend that needs
     more than is ready makes more first, while the job runs; that is kept for
     ten minutes after use. SIZE is the total, in use and free. Without SIZE
     the arena is shown (as root: everybody's). limosa arena 0 gives back what

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     option("--name", metavar="NAME", help="A container: call it so, not as it was called."),
     option("--bundle", metavar="DIR", type=folder(), help="A container of runc: use this bundle of its own."),
     option("--publish", metavar="PORTS", multiple=True, help="A container of podman: HOST:CONTAINER; may be repeated."),
-    option("--log", metavar="FILE", type=folder(), help="A container of runc: append its output here."),
+    option("--log", metavar="FILE", type=folder(), help="A container of runc or containerd: append its output here."),
     option("--cgroup", metavar="PATH", help="Put the job here instead of the caller's cgroup."),
     *CRIU_RESTORE,
     PRINT_STATS,
@@ -66,8 +66,7 @@ def command(  # noqa: PLR0913 - what is typed
     limosa restore /data/train-1 --to 5 --attach
 
     Limosa checks all that it can before it starts anything, and ends what it has
-    started if the image's bytes are not as they were written. The image stays and
-    can be restored again. Needs root or capabilities, which limosa doctor names.
+    started if the image's bytes are not as they were written. The image stays. Needs root or capabilities, which limosa doctor names.
     """
     if more["to"] is not None and more["gpu_map"] is not None:
         raise UsageError(detail="name a destination (--to) or a map (--map), not both")
