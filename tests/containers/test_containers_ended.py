@@ -114,3 +114,16 @@ def test_one_that_podman_forgets_and_does_not_end_is_ended(desk: Desk, word: str
     assert [s.id for s in states() if str(desk.runtime.place) in s.bundle] == []
     desk.restore()
     desk.back().goes_on()
+
+
+@each("podman-host", "runc-host", "containerd-host")
+def test_one_without_device_memory_that_came_back_goes_on(desk: Desk, word: str) -> None:
+    """It runs as soon as its runtime has said so, whoever was killed before that was noted."""
+    one = desk.runtime.start_job("/bin/sleep", 600, name=desk.name(), gpus=None)
+    desk.checkpoint(one)
+    killed_at_the_end(desk, "restore", desk.image(), program=KILLED_AS_IT_CAME_BACK)
+    again = desk.back()
+    recovered(desk)
+    assert again.lives()
+    assert desk.runtime.names() == [one.name]
+    desk.limosa("verify", desk.image())

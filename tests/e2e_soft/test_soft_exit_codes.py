@@ -219,6 +219,16 @@ def managed_by_force(soft: Any, says: Says) -> Any:
     return job
 
 
+@case(13, "not-suspended")
+def not_suspended(soft: Any, says: Says) -> Any:
+    """There is nothing to bring back: it is where it was, and goes on there."""
+    node = soft()
+    job = node.job()
+    says(node, "resume", job.pid, "--to", 1)
+    assert node.where(job) == [0]
+    return job
+
+
 @case(13, "cuda-ipc")
 def ipc(soft: Any, says: Says) -> Any:
     node = soft()

@@ -65,7 +65,7 @@ def test_what_begins_while_the_finished_are_looked_for_keeps_its_memory(monkeypa
 def test_a_restored_tree_is_not_ended_once_a_gate_may_be_open(monkeypatch: pytest.MonkeyPatch, opened: bool) -> None:
     dead, ended = journal_of("restore"), []
 
-    def fails(*_: object) -> list[Member]:
+    def fails(*_: object, **__: object) -> list[Member]:
         raise FailedUndone("a shim does not answer")
 
     monkeypatch.setattr(recover_images, "_restored_root", lambda _: myself())

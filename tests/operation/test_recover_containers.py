@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import msgspec
 import pytest
 
 from limosa.containers.runtime import Contained
@@ -15,6 +16,9 @@ from limosa.process.identity import Identity
 
 ME = Identity.of(os.getpid())
 ENDED = Identity(os.getpid(), 1)  # of somebody who had this pid before
+
+
+BEGAN = Record(step=Noted.CRIU_RESTORE, phase=Phase.NOTE, data={"criu": ENDED.to_str()})
 
 
 class Fake:
@@ -91,6 +95,7 @@ def test_a_container_that_came_back_and_has_ended(
     data = {"runtime": "podman", "program": "", "made": "one", "bundle": "", "volumes": ["vol"]}
     dead: Any = Dead(
         Record(step=Noted.CRIU_RESTORE, phase=Phase.BEGIN, data=data),
+        BEGAN,
         Record(step=Noted.CRIU_RESTORE, phase=Phase.DONE),
         *(Record(step=step, phase=Phase.BEGIN) for step in after),
         members=members,
@@ -107,6 +112,7 @@ def test_a_container_that_was_started_anew_before_it_was_let_go(runtime: Fake, r
     data = {"runtime": "podman", "program": "", "made": "other", "bundle": "", "volumes": ["vol"]}
     dead: Any = Dead(
         Record(step=Noted.CRIU_RESTORE, phase=Phase.BEGIN, data=data),
+        BEGAN,
         Record(step=Noted.CRIU_RESTORE, phase=Phase.NOTE, data={"made": "one", "run": "first"}),
         Record(step=Noted.CRIU_RESTORE, phase=Phase.DONE),
         members=(1,),
@@ -115,12 +121,25 @@ def test_a_container_that_was_started_anew_before_it_was_let_go(runtime: Fake, r
     assert runtime.removed == (["other", "one", "vol"] if removed else ["other"])
 
 
-@pytest.mark.parametrize(("ago", "removed"), [(5.0, True), (3600.0, False)])
-def test_a_container_of_runcs_that_was_started_by_hand_since(runtime: Fake, ago: float, removed: bool) -> None:
+@pytest.mark.parametrize(("ago", "runc_began", "removed"), [(5, True, True), (30, True, False), (5, False, False)])
+def test_a_container_of_runcs_that_was_started_by_hand_since(
+    runtime: Fake, ago: float, runc_began: bool, removed: bool
+) -> None:
     """It has the name and the bundle of the one that a killed restore was making."""
     runtime.found = Contained(id="one", name="one", init=ME)
     data = {"runtime": "runc", "program": "", "made": "one", "bundle": ""}
     began = recover_containers.started_on(ME)
     dead: Any = Dead(Record(step=Noted.CRIU_RESTORE, phase=Phase.BEGIN, time=began - ago, data=data))
+    if runc_began:
+        dead.records.append(msgspec.structs.replace(BEGAN, time=began - ago))
     recover_containers.recover_restore(dead, None, lambda _: None)  # type: ignore[arg-type]
     assert runtime.removed == (["one"] if removed else [])
+
+
+def test_one_of_which_its_runtime_does_not_say_which_run_it_was_stays(runtime: Fake) -> None:
+    """containerd, whose task was taken away: by limosa, or by somebody who has had it run since."""
+    runtime.found = Contained(id="one", name="one", init=None)
+    data = {"runtime": "containerd", "container": "default/one", "run": "4711", "folder": "/nowhere"}
+    dead: Any = Dead(Record(step=Noted.FREEZE, phase=Phase.BEGIN, data=data))
+    entry = recover_containers.recover_checkpoint(dead, None, lambda _: None)  # type: ignore[arg-type]
+    assert (runtime.removed, "stays" in entry.did) == ([], True)

@@ -78,6 +78,8 @@ def command(  # noqa: PLR0913 - what is typed
     """
     if more["tcp_established"] and more["tcp_close"]:
         raise UsageError(detail="--tcp-established or --tcp-close, not both")
+    if more["max_pause"] is not None and not more["leave_running"]:
+        raise UsageError(detail="--max-pause is for --leave-running: a job that ends has no pause")
     options: dict[str, Any] = {
         **more,
         "ghost_limit": parse_size(ghost_limit, "--ghost-limit") if ghost_limit is not None else None,

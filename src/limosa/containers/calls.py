@@ -25,13 +25,14 @@ from limosa import start
 from limosa.errors import FailedUndone, LimosaError
 from limosa.process.criu.lent import stopped_children
 from limosa.process.identity import Identity, read_stat
-from limosa.process.slurp import head
+from limosa.process.slurp import head, slurp
 from limosa.process.tree import pids
 
 _CONFIGURATION = ("CONTAINERS_CONF", "CONTAINERS_STORAGE_CONF", "CONTAINERS_REGISTRIES_CONF", "CONTAINERD_ADDRESS")
 _MOST_SAID = 8 << 20
 _MOST_ARGUMENTS = 1 << 12
 _TICK = 0.02
+_LOOKS = 10
 _TERM_SECONDS = 10.0
 _REST_SECONDS = 60.0  # for what a runtime that was killed has started
 _SHELL = "/bin/sh"
@@ -254,11 +255,21 @@ def _wait_for_rest(leader: Identity, program: str, end_children: Callable[[], No
 
 
 def _stop_writing(leader: int) -> None:
-    """Have a dump of CRIU's fail at its next write: it undoes what it has done."""
+    """Have a dump of CRIU's fail at its next write: it undoes what it has done.
+
+    One that waits for a thread which does not notice that it is attached to writes nothing more, and is ended.
+    """
     for pid in session_of(leader):
         with contextlib.suppress(OSError):
             if b"\0swrk\0" in head(f"/proc/{pid}/cmdline", _MOST_ARGUMENTS):
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, 0))
+                if all(_attaches(pid) for _ in range(_LOOKS)):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _attaches(pid: int) -> bool:
+    time.sleep(_TICK)
+    return slurp(f"/proc/{pid}/wchan").strip() == b"ptrace_attach"
 
 
 def _read(fd: int) -> bytes:

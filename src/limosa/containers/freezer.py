@@ -78,9 +78,15 @@ def cannot_be_traced(folder: str, processes: Iterable[Identity]) -> list[Identit
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, also where it is frozen, which hides that from its state."""
+    """Whether a thread of a process is stopped, also where it is frozen, which hides that from its state."""
+    with contextlib.suppress(OSError):
+        return any(_is_stopped_thread(int(tid)) for tid in os.listdir(f"/proc/{pid}/task"))
+    return False
+
+
+def _is_stopped_thread(tid: int) -> bool:
     with contextlib.suppress(LimosaError, OSError):
-        return read_stat(pid).stopped or slurp(f"/proc/{pid}/wchan").strip() == b"do_signal_stop"
+        return read_stat(tid).stopped or slurp(f"/proc/{tid}/wchan").strip() == b"do_signal_stop"
     return False
 
 

@@ -134,6 +134,7 @@ class Podman(Runtime):
     def __init__(self, program: str, configured: Mapping[str, str], notes: Sequence[str]):
         super().__init__(program, configured, notes)
         self._makes: set[str] = set()  # ids that were nobody's right before
+        self._anothers: set[str] = set()  # volumes that somebody else has made meanwhile
 
     def find(self, word: str) -> Contained | None:
         said = self._run("container", "inspect", "--", word)
@@ -289,6 +290,7 @@ class Podman(Runtime):
             self._remove_what_was_made(said.out)
         if _IN_USE in said.why:
             self._makes.discard(record.id)
+        self._anothers.update(name for name in record.volumes if f"volume with name {name} already exists" in said.why)
         if said.rc or found is None or found.init is None:
             why = (criu_said(os.path.join(found.bundle, "restore.log")) if found is not None else "") or said.why
             hint = _HINT if any(words in why for words in _NO_ADDRESS) else ""
@@ -324,7 +326,7 @@ class Podman(Runtime):
         return [v for v in record.volumes if v not in there]
 
     def remove_volumes(self, names: Sequence[str], since: float, until: float) -> None:
-        for name in filter(NAME.fullmatch, names):
+        for name in filter(NAME.fullmatch, set(names) - self._anothers):
             if self._exists("volume", name) and since <= self._made_at(name) <= until:
                 said = self._run("volume", "rm", "--", name)
                 taken = "being used" in said.why  # by somebody else's container by now
@@ -362,7 +364,7 @@ class Podman(Runtime):
         if state is not None:  # podman forgets it, too, where the runtime below was killed
             end(Identity(state.pid, state.start_time))
             if state.by == "runc":
-                take_away(state.folder, state.id, ended=True)
+                take_away(state.folder, state.id, ended=Identity(state.pid, state.start_time))
 
 
 def _keeps_id(record: ContainerRecord, name: str) -> bool:

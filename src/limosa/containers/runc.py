@@ -240,10 +240,15 @@ class Runc(Runtime):
             take_away(folder, name)
 
     def _at_work(self, name: str) -> bool:
-        program = os.path.basename(self.program)
+        """Whether a runc is; what a container calls itself is no word about it."""
+        program, here = os.path.basename(self.program), os.stat("/proc/self/ns/pid")
         for pid, words in calls.command_lines():
             with contextlib.suppress(OSError):
-                if name in words[1:] and os.path.basename(os.readlink(f"/proc/{pid}/exe")) == program:
+                if (
+                    name in words[1:]
+                    and os.path.basename(os.readlink(f"/proc/{pid}/exe")) == program
+                    and os.path.samestat(os.stat(f"/proc/{pid}/ns/pid"), here)
+                ):
                     return True
         return False
 

@@ -14,8 +14,9 @@ import os
 import re
 
 from limosa.containers.runtime import NAME
-from limosa.containers.state import open_folder
+from limosa.containers.state import open_folder, states
 from limosa.errors import FailedUndone
+from limosa.process.identity import Identity
 from limosa.process.openat import closing, last_error, open_in
 
 _ROOT = "criu-root"
@@ -53,25 +54,25 @@ def unmount_root(folder: str, name: str) -> None:
         raise _failed(folder, name, error) from error
 
 
-def take_away(folder: str, name: str, *, ended: bool = False) -> None:
+def take_away(folder: str, name: str, *, ended: Identity | None = None) -> None:
     """Remove such a folder, if it is there: it would keep the name taken.
 
     Args:
         folder: an absolute path, of a runtime.
         name: of a container.
-        ended: also where a state is in it: of a container of which nothing lives.
+        ended: the first process of a container of which nothing lives: also where the state in it is of that one.
 
     Raises:
         FailedUndone: it stays.
     """
-    if not ended and not begun(folder, name):
+    if not begun(folder, name) and (ended is None or not _is_of(folder, name, ended)):
         return
     try:
         with closing(open_folder(folder)) as above:
             with closing(_opened(above, name)) as fd:
                 _unmount(fd)
                 for one in os.listdir(fd):
-                    if _OTHER.fullmatch(one) or (ended and one in _NOTES):
+                    if _OTHER.fullmatch(one) or (ended is not None and one in _NOTES):
                         os.unlink(one, dir_fd=fd)
                 with contextlib.suppress(FileNotFoundError):
                     os.rmdir(_ROOT, dir_fd=fd)
@@ -80,6 +81,12 @@ def take_away(folder: str, name: str, *, ended: bool = False) -> None:
         return  # somebody else has removed it
     except OSError as error:
         raise _failed(folder, name, error) from error
+
+
+def _is_of(folder: str, name: str, init: Identity) -> bool:
+    """Whether what is noted there is a container's that had this first process."""
+    noted = next((s for s in states([folder]) if (s.folder, s.id) == (folder, name)), None)
+    return noted is not None and (noted.pid, noted.start_time) == (init.pid, init.start_time)
 
 
 def _opened(above: int, name: str) -> int:

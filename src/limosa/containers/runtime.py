@@ -22,11 +22,11 @@ from limosa import start
 from limosa.containers import calls
 from limosa.containers.calls import Said
 from limosa.containers.state import State, states
-from limosa.errors import FailedUndone, InvalidArgument, LimosaError, NoSuchProcess
+from limosa.errors import FailedUndone, InvalidArgument, LimosaError, NoSuchProcess, PidReused
 from limosa.image import ContainerRecord
 from limosa.process.criu.log import Cause, cause
 from limosa.process.criu.stats import DumpStats
-from limosa.process.identity import Handle, Identity
+from limosa.process.identity import END_SECONDS, Handle, Identity
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}", re.ASCII)
 _PORT = re.compile(r"[1-9][0-9]{0,4}", re.ASCII)
@@ -41,7 +41,6 @@ JOINED = "joined"
 
 SHARES = "container-shares"
 _MOST_PORTS = 2000
-_END_SECONDS = 10.0
 
 
 class Volume(msgspec.Struct, frozen=True):
@@ -317,9 +316,9 @@ def end(init: Identity) -> None:
     Raises:
         FailedUndone: it does not end.
     """
-    with contextlib.suppress(NoSuchProcess), Handle(init) as handle:
+    with contextlib.suppress(NoSuchProcess, PidReused), Handle(init) as handle:
         handle.signal(signal.SIGKILL)
-        if not handle.wait(_END_SECONDS):
+        if not handle.wait(END_SECONDS):
             raise FailedUndone(what="ending the container", detail=f"process {init.pid} does not end")
 
 

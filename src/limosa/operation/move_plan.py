@@ -50,6 +50,9 @@ def look_at(
         if member.was == gpu.State.LOCKED:
             text = f"process {member.pid} is locked by somebody; it will be unlocked"
             extra.append(Reason(id="locked", text=text, pid=member.pid))
+    if verb is RESUME and _runs_elsewhere(prepared):
+        text = "the job runs, on another GPU: there is nothing to bring back"
+        extra.append(Reason(id="not-suspended", text=text, exit_code=13, hint="limosa move", pid=prepared.root.pid))
     prepared.done = is_done(prepared)
     if not prepared.done:
         extra += pause_reasons(verb.estimate(prepared.shape), max_pause)
@@ -115,6 +118,13 @@ def _first_resume(prepared: Prepared) -> Reason:
 def _unasked(prepared: Prepared) -> bool:
     """Whether there is a process whose state the driver does not tell."""
     return any(r.id == "cannot-be-asked" for r in prepared.reasons)
+
+
+def _runs_elsewhere(prepared: Prepared) -> bool:
+    """Whether nothing of it is suspended, and it was asked for on other GPUs than it is on."""
+    if prepared.states != {gpu.State.RUNNING} or any(m.away for m in prepared.members):
+        return False
+    return any(m.changes_gpu for m in prepared.members)
 
 
 def is_done(prepared: Prepared) -> bool:

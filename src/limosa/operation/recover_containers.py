@@ -39,7 +39,7 @@ from limosa.progress import Progress, ProgressFn
 from limosa.structs import ready
 from limosa.terms import JobState
 
-_YOUNGER_SECONDS = 60.0
+_YOUNGER_SECONDS = 20.0
 
 
 class _Written(msgspec.Struct):
@@ -63,6 +63,7 @@ class _Made(msgspec.Struct):
     made: str
     bundle: str
     volumes: list[str] = []
+    called: str = ""  # the name that it is to have
     configured: dict[str, str] = {}
     notes: list[str] = []
 
@@ -93,6 +94,8 @@ def recover_checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) 
             # Else it was restored, or somebody has started it anew: it may have written since.
             if found is not None and found.init in (None, root) and _is_the_same_run(found, written):
                 runtime.remove(written.container)  # what may have been told to end it, and not yet to take it away
+            elif found is not None:
+                entry.did += "; its container may have been started anew since, and stays"
         elif written.runtime and _began_anew(written, root):
             entry.did += "; somebody has started its container anew since"
     return entry
@@ -111,8 +114,11 @@ def _runtime_of(written: _Written) -> Runtime:
 
 
 def _is_the_same_run(found: Contained, written: _Written) -> bool:
-    """Whether a container that is there has not been started anew; not known where nothing was noted of that."""
-    return not (written.run and found.run and found.run != written.run)
+    """Whether a container that is there has not been started anew; not known where nothing was noted of that.
+
+    containerd does not say of one whose task was taken away.
+    """
+    return not written.run or found.run == written.run
 
 
 def _began_anew(written: _Written, root: Identity) -> bool:
@@ -136,7 +142,7 @@ def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> 
     _wait_for_runtime(dead, Noted.CRIU_RESTORE, progress)
     made = msgspec.convert(begun.data, ready(_Made))
     runtime = runtime_of(made.runtime, made.program, made.configured, made.notes)
-    roots = dead.header.roots
+    roots = dead.header.roots or _came_back(dead, runtime, made)
     if roots and not roots[0].alive() and _was_let_go(dead):
         return entry_of(dead, did="it ran, and has ended since: its container stays", state="gone")
     if not roots or not roots[0].alive():
@@ -172,6 +178,26 @@ def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> 
     return entry_of(dead, did=did, state="running")
 
 
+def _came_back(dead: Journal, runtime: Runtime, made: _Made) -> list[Identity]:
+    """The first process of a container that its runtime has brought back, as it has said, and that runs.
+
+    One with CUDA waits for its memory: its image is the copy.
+    """
+    told = next((r for r in dead.records if r.step == Noted.CRIU_RESTORE and r.data.get("run")), None)
+    if told is None:
+        return []
+    with open_image(dead.header.image, trust=False) as image:
+        if any(process.cuda for process in image.manifest.tree):
+            return []
+    found = runtime.find(str(told.data.get("made")))
+    if found is None or found.init is None or found.run != told.data["run"]:
+        return []
+    if made.called:
+        with contextlib.suppress(LimosaError, OSError):  # it runs under the name that it was made with
+            runtime.rename(found, made.called)
+    return [found.init]
+
+
 def _was_let_go(dead: Journal) -> bool:
     """Whether a container that was made may have run: what it has written is in no image."""
     if not any(r.step == Noted.CRIU_RESTORE and r.phase == Phase.DONE for r in dead.records):
@@ -181,6 +207,8 @@ def _was_let_go(dead: Journal) -> bool:
 
 def _take_away(dead: Journal, runtime: Runtime, made: _Made) -> None:
     """Takes away what was made under the operation's own name, or under the id that the runtime had said."""
+    if made.runtime != "containerd" and criu_of(dead, Noted.CRIU_RESTORE) is None:
+        return  # its runtime has not begun: it waits until it is noted
     for record in dead.records:
         if record.step == Noted.CRIU_RESTORE and isinstance(word := record.data.get("made"), str):
             if _is_anothers(dead, runtime, word, record.data.get("run")):

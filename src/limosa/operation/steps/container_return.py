@@ -94,6 +94,7 @@ class ContainerReturning(Returning):
             made=self.made_as,
             bundle=self.bundle,
             volumes=self.volumes,
+            called=self.called,
         )
         output = self._kept_in(self.options.log) if self.options.log is not None else None
         options = self.options

@@ -143,6 +143,9 @@ class Returning(Op):
                 self.loading.release()
         assert self.root is not None
         name = self.keep_record()
+        if name != self.manifest.job.name and self.manifest.container is None:
+            text = f"another job is called {self.manifest.job.name!r}: this one is called 'restored-{self.root.pid}'"
+            work.warnings.append(Reason(id="name-taken", text=text, pid=self.root.pid))
         return RestoreResult(
             pid=self.root.pid,
             id=self.image.id,
