@@ -66,8 +66,8 @@ def command(  # noqa: PLR0913 - what is typed
     limosa restore /data/train-1 --to 5 --attach
 
     Limosa checks all that it can before it starts anything, and ends what it has
-    started if the image's bytes are not as they were written. The image stays. Needs root or
-    capabilities, which limosa doctor names.
+    started if the image's bytes are not as they were written. The image stays.
+    Needs root or capabilities, which limosa doctor names.
     """
     if more["to"] is not None and more["gpu_map"] is not None:
         raise UsageError(detail="name a destination (--to) or a map (--map), not both")
