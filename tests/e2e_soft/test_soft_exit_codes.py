@@ -59,6 +59,22 @@ def done(soft: Any, says: Says) -> Any:
     return job
 
 
+@case(0, "")
+def would_wait_for_a_worker(soft: Any, says: Says) -> Any:
+    """limosa was killed, and its worker is still in a call: a dry run says so."""
+    node = soft()
+    job = node.job()
+    held = Held(node, "cuCheckpointProcessCheckpoint", "suspend", job.pid)
+    held.process.kill()
+    held.process.wait()
+    (told,) = says(node, "recover", "--dry-run")["recovered"]
+    assert (told["operation"], "worker" in told["did"]) == ("suspend", True)
+    held.let_go()
+    node.limosa("recover")
+    assert node.state(job) == "running"
+    return job
+
+
 @case(1, "stopped")
 def stopped_at_once(soft: Any, says: Says) -> Any:
     """The second Ctrl-C: what is where is said, the undoing is left to those who live on."""

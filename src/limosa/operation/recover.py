@@ -99,8 +99,8 @@ def _everything(
         progress(Progress("recover", message="waiting for a worker that recovers already"))
         time.sleep(0.05)
         all_read = _round(found, dry_run, progress, only, {one.id for one in found})
-    if all_read and only is None and not dry_run:
-        found += map(_still_held, _others_at_work(found))
+    if all_read and only is None:
+        found += map(_would_wait if dry_run else _still_held, _others_at_work(found))
     if only is None:
         if not dry_run:
             holders.forget_finished()
@@ -192,6 +192,13 @@ def _others_at_work(found: list[Recovered]) -> list[journal.Summary]:
     known = {one.id for one in found}
     mine = [s for s in journal.under_way() if s.owner == os.geteuid()]
     return [s for s in mine if not s.alive and s.id not in known]
+
+
+def _would_wait(one: journal.Summary) -> Recovered:
+    """Says of an operation that its worker finishes or undoes it."""
+    pid = one.pids[0] if one.pids else 0
+    did = "would wait for its worker, which finishes or undoes it"
+    return Recovered(kind="operation", id=one.id, operation=one.operation, pid=pid, did=did, state="unknown")
 
 
 def _still_held(one: journal.Summary) -> Recovered:
