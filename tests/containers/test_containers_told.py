@@ -124,6 +124,7 @@ def killed_at_its_end(desk: Desk, one: Container, to: int, *, with_worker: bool)
     rule = desk.node.switches.add("function=cuCheckpointProcessUnlock delay=1 every=1")
     limosa = begin(desk, "move", desk.called(one), "--to", to)
     until(lambda: desk.node.switches.count(rule))
+    os.kill(limosa.pid, signal.SIGSTOP)  # else it sees its worker die, and begins to undo
     for pid in workers(desk.node) if with_worker else []:
         os.kill(pid, signal.SIGKILL)
     limosa.kill()
