@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from limosa.process.cgroups import cgroup_mounts
+from limosa.process.cgroups import cgroup_folders, cgroup_mounts
 
 ROOT = "20 1 254:0 / / rw - ext4 /dev/vda rw"
 TOP = "30 20 0:30 / /sys/fs/cgroup ro - tmpfs tmpfs ro"
@@ -40,3 +40,11 @@ def test_what_lies_below_a_covered_folder_hides_nothing(number: int) -> None:
     assert seen(ROOT, "25 20 0:25 / /sys rw - sysfs sysfs rw", TOP.replace("30 20", "30 25"), UNIFIED, hidden) == [
         ("/", "/sys/fs/cgroup/unified")
     ]
+
+
+def test_where_a_criu_that_restores_has_them_is_no_place_to_look() -> None:
+    """It takes them away in a moment; seen where version 2 is mounted nowhere else."""
+    place = "/var/lib/containers/storage/overlay-containers/1/userdata/.criu.cgyard.r9xlcp/unified"
+    line = f"90 24 0:60 / {place} rw - cgroup2 criu rw\n"
+    assert list(cgroup_folders("0::/one\n", line, "devices")) == []
+    assert list(cgroup_folders("0::/one\n", line.replace(place, "/mnt"), "devices")) == [("v2", "/mnt/one", "/mnt")]

@@ -142,8 +142,10 @@ class Runc(Runtime):
             )
             found.append(("container-name", text, hint))
         given, place = bundle or record.bundle, self.bundle_of(record, bundle)
-        if any(os.path.realpath(s.bundle) == place for s in states(self.notes) if s.bundle):
-            text = f"another container lives in the bundle {place}"
+        if living := next((s.id for s in states(self.notes) if s.bundle and os.path.realpath(s.bundle) == place), ""):
+            if living == name:  # it has come since
+                return [("container-name", f"runc has a container {name} already", "another name with --name")]
+            text = f"container {living} lives in the bundle {place}"
             found.append(("container-bundle", text, "--bundle names a bundle of its own for this one"))
         elif not trusted(given) or (spec := read(place, "config.json", Spec)) is None:  # nor a link on the way to it
             text = f"there is no bundle {place} whose config.json only root can change"

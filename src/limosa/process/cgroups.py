@@ -15,6 +15,8 @@ from limosa.process.slurp import slurp
 
 # v1 writes "no limit" as the largest page-aligned 63-bit number; nothing real comes near half of that.
 _NO_LIMIT = 1 << 62
+_CRIUS = "/.criu.cgyard."
+"""Where a CRIU that restores has the hierarchies for itself; they are gone in a moment."""
 
 
 @lru_cache(maxsize=1)
@@ -31,7 +33,7 @@ def _mounts(mountinfo: str) -> dict[str, tuple[str, str]]:
 
 
 def _seen(mountinfo: str) -> list[tuple[str, str, str, str]]:
-    """The hierarchies that are mounted and that no other mount covers: root, mount point, kind, options."""
+    """The hierarchies that are mounted, to stay, and that no other mount covers: root, mount point, kind, options."""
     mounts: dict[str, tuple[str, str]] = {}
     found: list[tuple[str, str, str, str, str]] = []
     # Only what the kernel separates by: a user's mount, or cgroup, may have any other line end or blank in its name.
@@ -41,7 +43,7 @@ def _seen(mountinfo: str) -> list[tuple[str, str, str, str]]:
         if len(fields) < 5:
             continue
         mounts[fields[0]] = (fields[1], fields[4])
-        if kind[0] in ("cgroup", "cgroup2"):
+        if kind[0] in ("cgroup", "cgroup2") and _CRIUS not in fields[4]:
             found.append((fields[0], fields[3], fields[4], kind[0], kind[-1]))
     return [one[1:] for one in found if not any(_covers(other, one[0], mounts) for other in mounts)]
 

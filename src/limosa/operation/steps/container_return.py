@@ -188,13 +188,12 @@ class ContainerReturning(Returning):
 
     def restore(self) -> None:
         assert self.root is not None
-        try:
+        with _its_devices():
             container_gpus.give(self.root, self.members)
             self._show_those()
-            super().restore()
+        super().restore()
+        with _its_devices():
             container_gpus.keep_only(self.root, self.members)
-        except OSError as error:
-            raise FailedUndone(what="restore", detail=f"the container's devices: {error.strerror}") from error
 
     def _show_those(self) -> None:
         """Shows them to those from which ``limosa run --gpus`` in the container hides the others."""
@@ -233,6 +232,15 @@ class ContainerReturning(Returning):
 
     def _started(self, who: Identity) -> None:
         self.work.note(Noted.CRIU_RESTORE, Phase.NOTE, who.pid, criu=who.to_str())
+
+
+@contextlib.contextmanager
+def _its_devices() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        raise FailedUndone(what="restore", detail=f"the container's devices: {error.strerror}{where}") from error
 
 
 def _writes_to(init: Identity | None, pipe: int) -> bool:
