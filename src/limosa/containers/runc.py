@@ -145,7 +145,7 @@ class Runc(Runtime):
         if living := next((s.id for s in states(self.notes) if s.bundle and os.path.realpath(s.bundle) == place), ""):
             if living == name:  # it has come since
                 return [("container-name", f"runc has a container {name} already", "another name with --name")]
-            text = f"container {living} lives in the bundle {place}"
+            text = f"another container lives in the bundle {place}: {living}"
             found.append(("container-bundle", text, "--bundle names a bundle of its own for this one"))
         elif not trusted(given) or (spec := read(place, "config.json", Spec)) is None:  # nor a link on the way to it
             text = f"there is no bundle {place} whose config.json only root can change"
