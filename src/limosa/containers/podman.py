@@ -362,9 +362,10 @@ class Podman(Runtime):
         if said.rc and self._exists("container", id_):
             raise FailedUndone(what="podman rm", detail=said.why)
         if state is not None:  # podman forgets it, too, where the runtime below was killed
-            end(Identity(state.pid, state.start_time))
+            init = Identity(state.pid, state.start_time)
+            end(init)
             if state.by == "runc":
-                take_away(state.folder, state.id, ended=Identity(state.pid, state.start_time))
+                take_away(state.folder, state.id, ended=init)
 
 
 def _keeps_id(record: ContainerRecord, name: str) -> bool:

@@ -132,8 +132,9 @@ class Runc(Runtime):
 
     def against_return(self, record: ContainerRecord, name: str, bundle: str) -> list[tuple[str, str, str]]:
         found = []
+        taken = ("container-name", f"runc has a container {name} already", "another name with --name")
         if self.find(name) is not None:
-            found.append(("container-name", f"runc has a container {name} already", "another name with --name"))
+            found.append(taken)
         elif there := self._begun(name):
             place = f"{there[0]}/{name}"
             text = f"somebody has begun to make a container {name}, and it is not there yet: {place}"
@@ -144,7 +145,7 @@ class Runc(Runtime):
         given, place = bundle or record.bundle, self.bundle_of(record, bundle)
         if living := next((s.id for s in states(self.notes) if s.bundle and os.path.realpath(s.bundle) == place), ""):
             if living == name:  # it has come since
-                return [("container-name", f"runc has a container {name} already", "another name with --name")]
+                return [taken]
             text = f"another container lives in the bundle {place}: {living}"
             found.append(("container-bundle", text, "--bundle names a bundle of its own for this one"))
         elif not trusted(given) or (spec := read(place, "config.json", Spec)) is None:  # nor a link on the way to it

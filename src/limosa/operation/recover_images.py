@@ -36,7 +36,7 @@ from limosa.parking.shim import Shim
 from limosa.process.criu import leftovers
 from limosa.process.criu.run import DUMP_LOG, RESTORE_LOG
 from limosa.process.identity import Handle, Identity
-from limosa.process.openat import closing
+from limosa.process.openat import closing, open_in
 from limosa.process.records import EndedRecord
 from limosa.process.tree import job_tree
 from limosa.progress import Progress, ProgressFn
@@ -111,11 +111,9 @@ def _was_ended(dead: Journal) -> bool:
     if dead.began(Noted.FREEZE):
         return True  # a container: it stands still until it is ended
     said = b""
-    with _log_of(dead) as log_fd, contextlib.suppress(OSError):
-        fd = os.open(DUMP_LOG, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=log_fd)
-        with open(fd, "rb") as log:
-            log.seek(max(0, os.fstat(fd).st_size - _LAST_WORDS))
-            said = log.read(_LAST_WORDS)
+    with _log_of(dead) as fd, contextlib.suppress(OSError), open(open_in(fd, DUMP_LOG, os.O_RDONLY), "rb") as log:
+        log.seek(max(0, os.fstat(log.fileno()).st_size - _LAST_WORDS))
+        said = log.read(_LAST_WORDS)
     return b"Unfreezing tasks into 2" in said  # TASK_DEAD
 
 
