@@ -82,11 +82,18 @@ conformance() {
     echo "every call of it: $record"
 }
 
-# What was found beside the summary: FAULTS=… names the file.
+# What was found beside the summary: FAULTS=… names the file. WAY=ranks: jobs of two ranks, one room at a time.
 faults() {
     echo "--- fault campaign"
-    LIMOSA_CAMPAIGN=real PYTHONPATH=$PWD/tests:$PYTHONPATH timeout -k 15 "$limit" "$PY" -m campaign \
-        --rooms "${JOBS:-8}" --count "${RUNS:-330}" --seed "${SEED:-1}" ${FAULTS:+--summary "$FAULTS"}
+    rooms=${JOBS:-8}
+    if [ "${WAY:-driver}" = ranks ]; then
+        rooms=1 # ranks of several jobs on the same GPUs end each other
+        nccl=$("$PY" -c 'import nvidia.nccl; print(list(nvidia.nccl.__path__)[0] + "/lib")')
+        export LD_LIBRARY_PATH="$nccl${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+    fi
+    LIMOSA_CAMPAIGN=real PYTHONPATH=$PWD/tests:$PYTHONPATH timeout -k 15 "$limit" "$PY" -m campaign --way "${WAY:-driver}" \
+        --rooms "$rooms" --count "${RUNS:-330}" --seed "${SEED:-1}" --limit "$((limit - 90))" --only "${KEYS:-}" \
+        ${FAULTS:+--summary "$FAULTS"}
     code=$?
     [ "$code" = 0 ] || failed=1
     [ "$code" = 124 ] && echo "NOT FINISHED within $limit s"

@@ -39,7 +39,7 @@ from campaign.ground import ROOM, clear_cgroups
 from campaign.processes import REAL, python_path
 from campaign.summary import Summary, merged, names_in
 
-ROOM_LIMIT = 200.0 if REAL else 90.0
+ROOM_LIMIT = 300.0 if REAL else 90.0
 """Seconds without an answer after which a room is given up."""
 GPUS = 4
 REPLAY_MORE = 60.0

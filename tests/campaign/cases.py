@@ -125,7 +125,8 @@ def everything(ground: str = "soft", way: str = "driver") -> list[Case]:
     if way == "containers":
         return list(containers.enumerate_all(table(containers.STEPS)))
     if way == "ranks":
-        return list(ranks.enumerate_all(table(ranks.STEPS)))
+        found = ranks.enumerate_all(table(ranks.STEPS))
+        return [case for case in found if ground != "real" or ranks.on_real_gpus(case)]
     return list(enumerate_all(table(), ground=ground))
 
 

@@ -49,6 +49,9 @@ class Real(Ground):
 
         self.gpus = len(gpu.inventory().gpus)
 
+    def leftovers(self) -> dict[str, Any]:
+        return {"requests": []}  # the driver's are not seen
+
 
 class Soft(Ground):
     """A software node, in which this process runs."""

@@ -215,6 +215,8 @@ class Job(UnderShim):
                 kind = target.split(":")[0] if ":" in target else target
                 if kind.endswith(PASSING) or (self.storeless and kind == "socket"):
                     continue
+                if kind.startswith("/dev/shm/nccl-"):
+                    kind = "/dev/shm/nccl"  # each has a name of its own
                 if "/nvidia-soft/memory" in kind:
                     kind = "device memory"
                 if self.known.hidden and kind.startswith("/dev/nvidia"):

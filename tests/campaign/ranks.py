@@ -78,6 +78,12 @@ def starves(victim: str, fault: str) -> bool:
     return fault.startswith("store-gone") and ranks is not None and ranks.meets > 0
 
 
+def on_real_gpus(case: Case) -> bool:
+    """Whether it can be tried on two real GPUs: nothing there makes NCCL, the driver or a disk fail, or fills a GPU."""
+    pair = SHAPES[case.victim].gpus == 2
+    return pair and case.step.startswith(("point.", "run")) and not case.fault.startswith(("fill", "job-nofile"))
+
+
 def enumerate_all(known: dict[str, Any]) -> Iterator[Case]:
     """Every case of jobs of several ranks."""
     for operation, victim, steps in parked.kinds(known, OPERATIONS, VICTIMS, possible):

@@ -59,7 +59,7 @@ PARKED_LIMITS = {
     "limosa.parking.shim:ANSWER_SECONDS": 1.0,
     "limosa.parking.shim:CONNECT_SECONDS": 1.0,
 }
-LIMIT = 80.0 if REAL else 25.0  # seconds that an operation may take, undo included
+LIMIT = 160.0 if REAL else 25.0  # seconds that an operation may take, undo included
 SETTLE = 40.0 if REAL else 15.0
 
 

@@ -46,6 +46,13 @@ def test_the_sample_has_every_operation_victim_and_fault_of_ranks() -> None:
     assert all(cases.Case.named(case.name) == case for case in everything)
 
 
+def test_on_real_gpus_nothing_is_made_to_fail_by_rules() -> None:
+    found = cases.everything("real", "ranks")
+    assert {case.operation for case in found} == set(ranks.OPERATIONS)
+    assert {case.step.partition(".")[0] for case in found} == {"point", "run"}
+    assert {"kill-both", "member-killed", "stop", "store-gone"} <= {case.fault for case in found}
+
+
 @pytest.mark.timeout(600)
 def test_the_steps_are_those_that_the_operations_take_now() -> None:
     """A new step is a new row: ``make faults WAY=ranks RECORD=1`` writes them down."""

@@ -1,10 +1,11 @@
 """On which GPUs NVML lists a process with memory on two, before and after the driver has restored it.
 
-    python tests/gpu/experiments/listed.py
+    python tests/gpu/experiments/listed.py [plain] [peers] [torch]
 
 Bare driver calls, no Limosa: checkpoint and restore where it is, then with its two GPUs exchanged, and back. Each line
-is one JSON object: the bytes that NVML counts for it, by GPU. Needs three GPUs or more, cuda-bindings, nvidia-ml-py,
-root.
+is one JSON object: the bytes that NVML counts for it, by GPU, and what is used of each GPU by anybody. "plain" has a
+block on each of the two, "peers" has access from each to the other's as well, "torch" copies from one to the other as
+PyTorch does. Needs three GPUs or more, cuda-bindings, nvidia-ml-py, root; "torch" PyTorch.
 """
 
 from __future__ import annotations
@@ -26,6 +27,19 @@ for gpu in (0, 1):
     done(driver.cuCtxSetCurrent(done(driver.cuDevicePrimaryCtxRetain(done(driver.cuDeviceGet(gpu))))))
     address = done(driver.cuMemAlloc(32 << 20))
     done(driver.cuMemsetD8(address, 7, 32 << 20))
+if sys.argv[1] == "peers":
+    contexts = [done(driver.cuDevicePrimaryCtxRetain(done(driver.cuDeviceGet(gpu)))) for gpu in (0, 1)]
+    for own, other in (contexts, contexts[::-1]):
+        done(driver.cuCtxSetCurrent(own))
+        done(driver.cuCtxEnablePeerAccess(other, 0))
+print("ready", flush=True)
+sys.stdin.read()
+"""
+TORCH = r"""
+import sys, torch
+first = torch.zeros(1 << 22, dtype=torch.int64, device="cuda:0")
+assert bool((first.to("cuda:1").to("cuda:0") == 0).all().item())
+torch.cuda.synchronize()
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -47,18 +61,26 @@ def listed(nvml: Any, pid: int) -> dict[int, int]:
     return found
 
 
-def main() -> None:
-    import pynvml
-    from cuda.bindings import driver as cuda
+def used(nvml: Any) -> list[int]:
+    """Bytes in use on each GPU, by whomever."""
+    count = range(nvml.nvmlDeviceGetCount())
+    return [nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(index)).used for index in count]
 
-    pynvml.nvmlInit()
-    done(cuda.cuInit(0))
+
+def tried(kind: str, cuda: Any, nvml: Any) -> None:
+    """One kind of job, through all of it."""
     uuids = [done(cuda.cuDeviceGetUuid(gpu)) for gpu in range(done(cuda.cuDeviceGetCount()))]
-    job = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", TORCH if kind == "torch" else CHILD, kind]
+    job = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def say(when: str) -> None:
+        line = {"job": kind, "when": when, "bytes": listed(nvml, job.pid), "used": used(nvml)}
+        print(json.dumps(line), flush=True)
+
     try:
         assert job.stdout is not None
         assert job.stdout.readline().strip() == "ready"
-        print(json.dumps({"when": "before", "bytes": listed(pynvml, job.pid)}), flush=True)
+        say("before")
         for name, order in (("where it is", {}), ("exchanged", {0: 1, 1: 0}), ("back", {0: 1, 1: 0})):
             pairs = []
             for gpu in range(len(uuids)) if order else ():
@@ -69,19 +91,28 @@ def main() -> None:
             lock.timeoutMs = 5000
             done(cuda.cuCheckpointProcessLock(job.pid, lock))
             done(cuda.cuCheckpointProcessCheckpoint(job.pid, None))
-            print(json.dumps({"when": f"{name}: checkpointed", "bytes": listed(pynvml, job.pid)}), flush=True)
+            say(f"{name}: checkpointed")
             args = cuda.CUcheckpointRestoreArgs()
             if pairs:
                 args.gpuPairs, args.gpuPairsCount = pairs, len(pairs)
             done(cuda.cuCheckpointProcessRestore(job.pid, args))
             done(cuda.cuCheckpointProcessUnlock(job.pid, None))
-            for seconds in (0, 5):
+            for seconds in (0, 2):
                 time.sleep(seconds)
-                when = f"{name}: {seconds} s after"
-                print(json.dumps({"when": when, "bytes": listed(pynvml, job.pid)}), flush=True)
+                say(f"{name}: {seconds} s after")
     finally:
         job.kill()
         job.wait()
+
+
+def main() -> None:
+    import pynvml
+    from cuda.bindings import driver as cuda
+
+    pynvml.nvmlInit()
+    done(cuda.cuInit(0))
+    for kind in sys.argv[1:] or ("plain", "peers", "torch"):
+        tried(kind, cuda, pynvml)
 
 
 if __name__ == "__main__":
