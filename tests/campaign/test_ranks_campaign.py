@@ -22,6 +22,8 @@ FOUND = (
     "recover-fetched/ranks/run/none",
     "resume/ranks-four/nccl.step:nccl-init.4/result-ncclInternalError",
     "move/ranks-parked/point.after-map-of-the-shim.0/member-killed",
+    "suspend/ranks-parked/point.after-drop-of-the-vault.1/job-killed+kill-both",
+    "move/ranks-four/point.after-note-checkpoint-begin.0/fill-there",
     "recover-left/ranks-ring/point.after-forget-of-EndedRecord.0/job-killed+kill-both",
 )
 """What failed when more of it was run, one of each cause (docs/reliability.md)."""

@@ -112,17 +112,33 @@ def test_communicators_that_are_made_after_others_have_ended_have_handles_of_the
 
 @pytest.mark.parametrize(
     ("why", "option"),
-    [("nccl-function", "--window"), ("nccl-memory", "--memory"), ("nccl-graph", "--graph")],
-    ids=["function", "memory", "graph"],
+    [
+        ("nccl-function", ["--window"]),
+        ("nccl-function", ["--shrink", "kept"]),
+        ("nccl-memory", ["--memory"]),
+        ("nccl-graph", ["--graph"]),
+    ],
+    ids=["function", "shrunk", "memory", "graph"],
 )
-def test_what_cannot_be_made_again_is_refused_before_anything_is_touched(two: Any, why: str, option: str) -> None:
+def test_what_cannot_be_made_again_is_refused_before_anything_is_touched(two: Any, why: str, option: list[str]) -> None:
     two.switches.add("function=ncclBroadcast result=ncclSuccess every=1")  # as if it could be captured
-    job = Ranks(two, option)
+    job = Ranks(two, *option)
     for verb in (["move", *SWAP], ["suspend"], ["checkpoint", "--output", two.place / "image"]):
         said = two.says(13, why, verb[0], job.pid, *verb[1:])
         assert f"process {job.pids[0]} (rank 0 of 2)" in said["error"]["message"]
     assert job.open() == [True, True]
     job.goes_on()
+    job.finish()
+
+
+def test_a_communicator_that_was_shrunk_is_made_again_without_the_one_that_it_is_from(soft: Callable[..., Any]) -> None:
+    """Two of three ranks have it; the rank that was left out talks in the others."""
+    node = soft(gpus=3, memory="256MiB")
+    job = Ranks(node, "--shrink", "ended", ranks=3)
+    for turn in (1, 2):
+        node.says(0, "", "move", job.pid, "--map", "0=1,1=2,2=0")
+        assert job.gpus() == [[(rank + turn) % 3] for rank in range(3)]
+        job.goes_on()
     job.finish()
 
 
@@ -191,6 +207,22 @@ def test_suspended_and_resumed_elsewhere(two: Any) -> None:
         two.says(0, "", "resume", job.pid, *SWAP)
         assert job.gpus() == gpus
         job.goes_on()
+    job.finish()
+
+
+@pytest.mark.parametrize("elements", [512, 1 << 19], ids=["driver", "parked"])
+def test_where_others_took_the_room_meanwhile_all_ranks_stay_suspended_with_closed_communicators(
+    two: Any, elements: int
+) -> None:
+    """At home as well: nothing of NCCL's is made where a rank is suspended."""
+    job = Ranks(two, "--elements", elements)
+    held = Held(two, "step:checkpoint-released", "move", job.pid, *SWAP)
+    with two.switches.fill(0, leave=2 << 20), two.switches.fill(1, leave=2 << 20):
+        two.judge(two.ends(held.let_go()), 41, "left-suspended")
+    (shown,) = two.limosa("ps", "-o", "json").json["jobs"]
+    assert (shown["state"], shown["communicators"]["closed"]) == ("checkpointed", True)
+    two.says(0, "", "resume", job.pid)
+    job.goes_on()
     job.finish()
 
 

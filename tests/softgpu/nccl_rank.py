@@ -2,6 +2,7 @@
 
     nccl_rank.py FILE --steps N [--until FILE] [--pause MS] [--elements N] [--p2p] [--groups] [--threads]
                       [--nonblocking] [--capture] [--barrier-every N] [--skew MS] [--watchdog [--patience S]]
+                      [--register] [--shrink kept|ended]
 
 Every step all-reduces the numbers of all ranks, and of those of the same parity (a communicator of ncclCommSplit), and
 makes the next numbers from the sums. That can be undone: it is modulo 2^32, one's own are taken five times, those of
@@ -15,6 +16,8 @@ which it is, the CRC of the numbers, the time. Two runs that nobody disturbed ha
     --nonblocking    communicators are made with blocking=0
     --capture        each step begins with a collective on a stream that is captured, which is refused
     --graph          a broadcast was captured, where a rule has NCCL in software accept it
+    --register       memory is registered, and must be at the end
+    --shrink         all ranks but the last also have one that was shrunk from another, which is kept or ended
     --barrier-every  a barrier at the store: ranks wait on the host
     --skew           each rank is late by up to so much, differently in each step
     --watchdog       a thread asks for asynchronous errors all the time, and ends the rank with 3 when there is one
@@ -153,6 +156,18 @@ class Rank:
         )
         return self.ready(int(comm.value or 0), code)
 
+    def shrink(self, key: str) -> int:
+        """A communicator of all ranks but the last, which has none (0), shrunk from one of all."""
+        last, every, shrunk = self.n - 1, self.world(key), 0
+        if self.rank != last:
+            comm, excluded, config = ctypes.c_void_p(), ctypes.c_int(last), self.config(key)
+            made = ctypes.byref(excluded), 1, ctypes.byref(comm), ctypes.byref(config), 0
+            code = nccl.raw("ncclCommShrink", every, *made)
+            shrunk = self.ready(int(comm.value or 0), code)
+        if self.options.shrink == "ended":
+            self.destroy(every)
+        return shrunk
+
     def ready(self, comm: int, code: int) -> int:
         while code == nccl.IN_PROGRESS:
             time.sleep(0.001)
@@ -178,11 +193,14 @@ class Work:
         self.count: int = options.elements
         self.world = rank.world(name)
         self.parity = rank.split(self.world)
+        self.shrunk = rank.shrink(f"{name} to shrink") if options.shrink else 0
         self.dead = {self.world, self.parity}  # or in use: no handle for another one
         self.stream = nccl.stream()
         self.captured = nccl.stream() if options.capture else 0
         self.bytes = 4 * self.count
-        self.own, self.sums, self.parity_sums, self.ring = (nccl.memory(self.bytes) for _ in range(4))
+        memory = [nccl.memory(self.bytes) for _ in range(5)]
+        self.own, self.sums, self.parity_sums, self.ring, self.shrunk_sums = memory
+        self.registered: list[int] = []
         self.hold(options)
         numbers = np.random.default_rng(seed + rank.rank).integers(0, 1 << 32, self.count, dtype=np.uint32)
         nccl.put(self.own, numbers.tobytes())
@@ -191,9 +209,9 @@ class Work:
     def hold(self, options: argparse.Namespace) -> None:
         """What hangs on a communicator, or on no one."""
         handle = ctypes.c_void_p()
-        if options.register:
-            nccl.nccl("ncclCommRegister", self.world, self.own, self.bytes, ctypes.byref(handle))
-            nccl.nccl("ncclCommRegister", self.world, self.sums, self.bytes, ctypes.byref(handle))
+        for memory in (self.own, self.sums) if options.register else ():
+            nccl.nccl("ncclCommRegister", self.world, memory, self.bytes, ctypes.byref(handle))
+            self.registered.append(int(handle.value or 0))
         if options.window:
             nccl.nccl("ncclCommWindowRegister", self.world, self.own, self.bytes, ctypes.byref(handle), 1)
         if options.newer:
@@ -230,6 +248,8 @@ class Work:
         else:
             self.all_reduce(self.sums, self.world)
             self.all_reduce(self.parity_sums, self.parity)
+        if self.shrunk:
+            self.all_reduce(self.shrunk_sums, self.shrunk)
         if options.p2p:
             after, before = (self.rank.rank + 1) % self.rank.n, (self.rank.rank - 1) % self.rank.n
             nccl.nccl("ncclGroupStart")
@@ -268,6 +288,8 @@ class Work:
         nccl.synchronize(self.stream)
         numbers = 5 * self.read(self.own) + 2 * self.read(self.sums) + np.uint32(step)
         numbers += 4 * self.read(self.parity_sums)
+        if self.shrunk:
+            numbers += 2 * self.read(self.shrunk_sums)
         if options.p2p:
             numbers += 2 * self.read(self.ring)
         nccl.put(self.own, numbers.tobytes())
@@ -297,6 +319,10 @@ class Work:
             nccl.nccl("ncclCommAbort", self.parity)
             nccl.nccl("ncclCommAbort", self.world)
             return
+        for handle in self.registered:
+            nccl.nccl("ncclCommDeregister", self.world, handle)  # refused where it is registered no more
+        if self.shrunk:
+            self.rank.destroy(self.shrunk)
         self.rank.destroy(self.parity)
         self.rank.destroy(self.world)
 
@@ -323,6 +349,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--linger", type=float, default=0, help="seconds that rank 0 stays at its end")
     parser.add_argument("--load", help="a library that is loaded first")
     parser.add_argument("--made-by", default="ncclCommInitRankConfig")
+    parser.add_argument("--shrink", choices=("kept", "ended"))
     parser.add_argument("--late", help="a file: all but rank 0 begin once it is there")
     ways = (
         "p2p groups threads nonblocking capture operators watchdog anew register window memory graph newer abort named"

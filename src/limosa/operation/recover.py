@@ -316,4 +316,9 @@ def _going(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Recovered
         home()
     for step in reversed(verb_of(header.operation).steps):
         step.mend(left)
-    return entry_of(dead, did="undid it", state=journal.common_state(alive))
+    state = journal.common_state(alive)
+    for root in header.roots if state == JobState.RUNNING else ():
+        record = SuspendRecord.of(root)
+        if record is not None and record.since >= header.since:  # of an undo that left it suspended, and failed later
+            record.forget()
+    return entry_of(dead, did="undid it", state=state)

@@ -116,7 +116,8 @@ def _against(member: Member, comm: Comm) -> list[Reason]:
     who = _who(member.pid, comm)
     if comm.strange:
         text = f"{who} has called {comm.strange}: Limosa cannot repeat that on a new communicator"
-        return [Reason(id="nccl-function", text=text, exit_code=13, pid=member.pid)]
+        hint = "end that communicator (ncclCommDestroy): one that is made anew can be made again"
+        return [Reason(id="nccl-function", text=text, exit_code=13, hint=hint, pid=member.pid)]
     if comm.newer:
         text = f"{who} calls {comm.newer}, or is linked with it: a function of NCCL that Limosa does not know"
         hint = "a newer Limosa may know it; --force=nccl-newer if it is never called"
@@ -127,5 +128,6 @@ def _against(member: Member, comm: Comm) -> list[Reason]:
         return [Reason(id="nccl-graph", text=text, exit_code=13, hint=hint, pid=member.pid)]
     if comm.memory:
         text = f"{who} has memory of ncclMemAlloc, which its peers can see"
-        return [Reason(id="nccl-memory", text=text, exit_code=13, pid=member.pid)]
+        hint = "free it (ncclMemFree), or take memory of cudaMalloc; in PyTorch: no torch.cuda.MemPool of NCCL's"
+        return [Reason(id="nccl-memory", text=text, exit_code=13, hint=hint, pid=member.pid)]
     return []

@@ -18,7 +18,6 @@ from limosa.operation.parked.pieces import put_back
 from limosa.operation.parked.stranded import has_arena, let_arena_go, strand
 from limosa.parking.protocol import Stand
 from limosa.parking.shim import Shim, under_shim
-from limosa.process.records import SuspendRecord
 from limosa.terms import Release
 
 _DRIVER = "driver"
@@ -66,11 +65,11 @@ def go_back(dead: Journal, driver_home: Callable[[], None]) -> None:
         raise left
 
 
-def is_suspended(operation: str, record: SuspendRecord, alive: Sequence[Member], states: Mapping[int, str]) -> bool:
-    """Whether all is as the record says, which is written last: when vault and job have the arena."""
+def is_suspended(operation: str, release: Release, alive: Sequence[Member], states: Mapping[int, str]) -> bool:
+    """Whether that much of each is away, and lies in an arena."""
     if not all_in_arenas(operation, alive):
         return False
-    return any_waits(alive) if record.release != Release.ALL else all(s == State.CHECKPOINTED for s in states.values())
+    return any_waits(alive) if release != Release.ALL else all(s == State.CHECKPOINTED for s in states.values())
 
 
 def _parked(dead: Journal) -> list[Member]:

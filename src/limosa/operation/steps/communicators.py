@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from limosa.errors import LimosaError
 from limosa.gpu import State
+from limosa.operation import driver_steps
 from limosa.operation.communicators import closing
 from limosa.operation.communicators.meeting import Said
 from limosa.operation.journal import Noted, Phase
@@ -28,9 +29,11 @@ class _OfRanks(Step[OnGpus], abstract=True):
         return op.meets
 
     def undo(self, op: OnGpus) -> None:
-        """The communicators are made again, and all ranks go on."""
+        """The communicators are made again, and all ranks go on; those of a job that stays suspended stay closed."""
         if op.met:
-            closing.back(op.ranks, op.shims)
+            living = [m for m in op.ranks if m.identity.alive()]
+            asleep = {m.root for m in living if driver_steps.settled_state(op.work.driver, m.pid) == State.CHECKPOINTED}
+            closing.back([m for m in living if m.root not in asleep], op.shims)
 
 
 class WayBackOfCommunicators(_OfRanks):

@@ -222,14 +222,21 @@ class StaySuspended(Step[OnGpus]):
         driver_steps.leave_suspended(op.members, release=op.release)
 
     def goes_on(self, left: Left) -> Finished | None:
-        header = left.dead.header
-        record = SuspendRecord.of(header.roots[0], whole=True) if header.roots else None
-        if record is None or record.since < header.since:
+        header, dead = left.dead.header, left.dead
+        living = [root for root in header.roots if root.alive()]
+        if living:
+            record = SuspendRecord.of(living[0], whole=True)
+            if record is None or record.since < header.since:
+                return None
+            release = record.release
+        elif dead.began(Noted.UNDO) or dead.began(Noted.RESTORE_HOME):
             return None
-        if not is_suspended(header.id, record, left.alive, left.states):
+        else:  # a process that has ended has no record; those that it has left behind may be suspended all the same
+            release = Release.ALL if State.CHECKPOINTED in left.states.values() else Release.MEMORY_ONLY
+        if not is_suspended(header.id, release, left.alive, left.states):
             return None
         return Finished(
-            "it was suspended: finished", JobState.CHECKPOINTED if record.release == Release.ALL else JobState.PARKED
+            "it was suspended: finished", JobState.CHECKPOINTED if release == Release.ALL else JobState.PARKED
         )
 
 
