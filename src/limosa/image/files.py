@@ -175,6 +175,11 @@ def syncs_whole(fd: int) -> bool:
     return version >= (5, 8) and file_system(fd) in _SYNCED_WHOLE
 
 
+def in_memory(fd: int) -> bool:
+    """Whether what is written there is in memory alone (tmpfs, ramfs), and gone with the next boot."""
+    return file_system(fd) in (0x01021994, 0x858458F6)
+
+
 def _owner_of_new(folder: int) -> int:
     """The owner of a file that we make in an open folder; the file is removed again."""
     flags = os.O_WRONLY | os.O_CLOEXEC

@@ -9,6 +9,7 @@ from pathlib import Path
 from limosa import gpu
 from limosa.errors import NoWorkingCriu, PermissionDenied, Reason, UsageError
 from limosa.image import destination_taken, free_bytes, missing_parent
+from limosa.image.files import in_memory
 from limosa.image.trust import destination_problem, open_named
 from limosa.operation import container_options, container_plan
 from limosa.operation.dump_options import Options
@@ -100,7 +101,11 @@ def _destination_reasons(options: Options, prepared: Prepared) -> list[Reason]:
     if not output.parent.is_dir():
         return [as_reason(missing_parent(output.parent))]
     try:
-        os.close(open_named(output.parent))
+        folder = open_named(output.parent)
+        try:
+            passes = in_memory(folder)
+        finally:
+            os.close(folder)
         problem = destination_problem(output)
     except PermissionDenied as error:
         return [as_reason(error)]
@@ -114,6 +119,9 @@ def _destination_reasons(options: Options, prepared: Prepared) -> list[Reason]:
     if problem:
         text = f"an image there could not be restored later: {problem}"
         reasons.append(Reason(id="untrusted-place", text=text))
+    if passes:
+        text = f"{output.parent} is in memory (tmpfs): the image would be gone with the next boot"
+        reasons.append(Reason(id="image-in-memory", text=text, hint="copy it to a disk, if it is to last"))
     need = prepared.host_bytes + device_bytes([m for m in prepared.members if m.was != gpu.State.CHECKPOINTED])
     need += 16 << 20  # CRIU's tables
     free = free_bytes(output)
