@@ -412,7 +412,13 @@ class Run(Fault):
                 room.well(["resume", str(other.pid), "-o", "json"])
         starves = ranks.starves(self.case.victim, self.fault) and job.storeless
         if state in ASIDE:
-            room.well(["resume", str(job.pid), "-o", "json"])
+            try:
+                room.well(["resume", str(job.pid), "-o", "json"])
+            except Lost:
+                if not (self.fault.startswith("lost-") and self.operation in AWAKENING):
+                    raise
+                losses.end(self)  # its GPU went in the middle of a restore: the driver never takes that process again
+                return
         elif state == "gone" and not starves:
             job.kill()  # a child that it has left behind
             room.reap()
