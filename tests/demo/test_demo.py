@@ -359,7 +359,7 @@ def test_the_demo_as_people_run_it_without_a_gpu(limosa, runtime):
 def test_the_demo_in_a_node_that_somebody_has_started(limosa):
     """One GPU: it cannot move."""
     given = ["--gpus", 1, "--memory", "512MiB", "--", sys.executable, "-m", "limosa", "demo"]
-    shown = limosa("softgpu", *given, "--steps", 80, "-o", "json", rc=0, limit=550).json
+    shown = limosa("softgpu", *given, "--steps", 200, "-o", "json", rc=0, limit=550).json
     assert (shown["framework"], shown["device"], shown["gpus"]) == ("cuda", "cuda", ["Soft GPU H200"])
     assert shown["software"]
     assert [d["operation"] for d in shown["did"]] == [SUSPEND, CHECKPOINT]

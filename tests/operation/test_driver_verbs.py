@@ -259,6 +259,22 @@ def test_a_toggle_is_not_chosen_by_one_wrong_answer(
     assert operation.toggle(pid)[0].result.state == "running"  # type: ignore[union-attr]
 
 
+def test_a_job_that_ends_while_it_is_looked_at_has_ended(
+    gpu_like: GpuLike, double: DriverDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its CUDA state goes first: it is no job that never had any."""
+    pid = gpu_like(on=0)
+
+    def ends(pid: int, timeout: float | None = 5.0) -> object:
+        os.kill(pid, signal.SIGKILL)
+        raise NoCudaState(call="cuCheckpointProcessGetState", pid=pid, result="X", code=3, meaning="none")
+
+    monkeypatch.setattr(double, "state", ends)
+    with pytest.raises(LimosaError) as refused:
+        operation.suspend(pid)
+    assert (refused.value.exit_code, refused.value.id) == (10, "no-such-process")
+
+
 def test_a_move_around_three_gpus_is_brought_back_to_the_first(gpu_like: GpuLike, double: DriverDouble) -> None:
     """The way back is not the way on: only of an exchange of two the map is its own inverse."""
     three = DriverDouble(gpus=3)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from limosa import gpu
-from limosa.errors import PauseTooLong, Reason
+from limosa.errors import NoSuchProcess, PauseTooLong, Reason
 from limosa.operation.facts import Ask
 from limosa.operation.holding import TRIES
 from limosa.operation.jobs import Job
@@ -19,6 +19,7 @@ from limosa.operation.rules import apply_force
 from limosa.operation.step import Verb
 from limosa.operation.verbs import MOVE, RESUME, SUSPEND, TOGGLE
 from limosa.operation.work import Clock
+from limosa.process.identity import ending
 from limosa.terms import Release
 
 
@@ -43,6 +44,8 @@ def look_at(
         note_full([prepared])
     extra: list[Reason] = []
     if not prepared.members and not prepared.is_refused():
+        if ending(which.root.pid):  # its CUDA state goes first
+            raise NoSuchProcess(f"process {which.root.pid} has ended", pid=which.root.pid)
         text = f"process {which.root.pid} and its children hold no CUDA state: nothing to {verb.name}"
         hint = "limosa checkpoint writes it to disk"
         extra.append(Reason(id="no-cuda-state", text=text, exit_code=13, hint=hint, pid=which.root.pid))
