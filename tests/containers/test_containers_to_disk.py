@@ -617,6 +617,28 @@ def test_what_else_comes_along(desk_of: Callable[[str], Desk]) -> None:
     assert found["HostConfig"]["ReadonlyRootfs"]
 
 
+@pytest.mark.parametrize("own", [True, False], ids=["podmans", "users"])
+def test_what_podman_logs_of_one_that_came_back(desk_of: Callable[[str], Desk], own: bool) -> None:
+    """podman's own file is in the image, so each clone's log begins with it. A file of the user's stays where it is."""
+    desk = desk_of("podman")
+    one = desk.runtime.start("/bin/sh", "-c", COUNTS, gpus=None, name=desk.name(), own_log=own)
+
+    def logged(name: str) -> list[int]:
+        return list(steps_of(desk.runtime("logs", desk.name(name)).stdout))
+
+    until(lambda: logged("train")[3:])
+    desk.checkpoint(one)
+    began = 1 if own else max(one.steps()) + 1
+    for name in ("train", "clone"):
+        desk.restore(name=name)
+        back = len(logged(name))
+        until(lambda name=name, back=back: len(logged(name)) > back + 3)
+        told = logged(name)
+        assert told == list(range(began, began + len(told))), "none is missing"
+    assert len({one.log, *(desk.back(name).log for name in ("train", "clone"))}) == 3
+    assert own or max(one.steps()) + 1 == began
+
+
 READS = """
 echo begins; read -r line; echo got $line
 while [ ! -e /go ]; do sleep 0.05; done
