@@ -909,6 +909,27 @@ def test_output_to_a_file_outside_is_refused(desk_of: Callable[[str], Desk]) -> 
     one.goes_on()
 
 
+def test_a_terminal_of_runcs_is_refused_and_the_job_goes_on(desk_of: Callable[[str], Desk]) -> None:
+    """Its other side is with whoever has started runc; a restore would have nobody to give the new one to."""
+    desk = desk_of("runc")
+    runc, name = desk.runtime, desk.name()
+    made = bundle_config("", "", ["/bin/sh", "-c", COUNTS], None)
+    ptys = {"destination": "/dev/pts", "type": "devpts", "source": "devpts", "options": ["ptmxmode=0666"]}
+    changes = {"process": {**made["process"], "terminal": True}, "mounts": [*made["mounts"], ptys]}
+    bundle = runc.bundle(name, [], gpus=None, **changes)
+    with socket.socket(socket.AF_UNIX) as console:
+        console.bind(str(runc.sockets / "console"))
+        console.listen()
+        runc("run", "--detach", "--bundle", bundle, "--console-socket", runc.sockets / "console", name)
+        taken, _ = console.accept()
+        with taken:
+            _, (terminal,), _, _ = socket.recv_fds(taken, 4096, 1)
+    with open(terminal, "rb", buffering=0) as said:
+        assert desk.checkpoint(runc.known(name), rc=13)["error"]["id"] == "container-terminal"
+        assert not desk.image().exists()
+        until(lambda: b"step 3 " in said.read(4096))
+
+
 def test_a_clone_with_the_machines_network_is_refused_where_the_port_is_taken(desk_of: Callable[[str], Desk]) -> None:
     desk = desk_of("podman")
     with socket.socket() as free:

@@ -56,6 +56,10 @@ class _Mount(msgspec.Struct):
     options: list[str] = []
 
 
+class _Process(msgspec.Struct):
+    terminal: bool = False
+
+
 class _Root(msgspec.Struct):
     path: str = ""
     readonly: bool = False
@@ -67,6 +71,7 @@ class Spec(msgspec.Struct):
     linux: _Linux = msgspec.field(default_factory=_Linux)
     mounts: list[_Mount] = []
     root: _Root = msgspec.field(default_factory=_Root)
+    process: _Process | None = None
 
     def writes(self, bundle: str) -> list[str]:
         """Return what of the machine it lets its container change, in words.
@@ -113,6 +118,8 @@ class Runc(Runtime):
             against.append(("container-bundle", text))
         else:
             against += joined_namespaces(namespaces)
+            if spec.process is not None and spec.process.terminal:
+                against.append(("container-terminal", "it has a terminal, and nobody would take it at a restore"))
         return Contained(
             id=state.id,
             name=state.id,

@@ -247,7 +247,7 @@ def _outside_files(observation: JobObservation) -> Collection[Reason]:
             # What a job was given of a software GPU's memory is a file outside as well; the shim lets go of it before.
             if fd.kind == "file" and not fd.mounted and not fd.target.startswith(_DRIVERS):
                 text = f"descriptor {fd.fd} of process {process.title} is {fd.target}, a file outside of its container"
-                hint = "start it with a pipe or a terminal for its output (podman does), or write to a file inside"
+                hint = "start it with a pipe for its output (podman does), or write to a file inside"
                 reason = Reason(id="container-file", text=text, exit_code=13, hint=hint, pid=process.pid)
                 return [reason]
     return []
