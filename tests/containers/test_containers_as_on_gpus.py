@@ -5,6 +5,7 @@ There it has a PyTorch and a language model; here the jobs that need no framewor
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -28,4 +29,5 @@ def test_the_proofs_on_gpus_run_here(node: Node, cgroups: str, engines: Engines,
         argv = [sys.executable, "-m", "pytest", *words, ROOT / "tests" / "gpu" / "test_containers_work.py"]
         said = node.run(argv, limit=200, cwd=ROOT, env=env)
     assert "1 passed" in said.stdout, said
-    assert (tmp_path / "proofs").exists()
+    (proof,) = map(json.loads, (tmp_path / "proofs").read_text().splitlines())
+    assert all(way["pause"] > 0 for way in proof.get("ways", [])), "also of the one that came from an image"

@@ -72,7 +72,12 @@ class Job:
         return int(lines[-1].split()[0]) + 1 if lines else 0
 
     def pause(self, since: float) -> float:
-        """Seconds of its longest time between two steps after ``since``, less the usual time before."""
+        """Seconds of its longest time between two steps after ``since`` (our clock), less the usual time before.
+
+        Its clock is ours until it comes from an image: CRIU then has it go on from the moment of the dump, in a time
+        namespace of the job's own.
+        """
+        since += _clock_offset(self.pid) - _clock_offset("self")
         times = [at for at, _ in self.trace()]
         gaps = [(b - a, b) for a, b in itertools.pairwise(times)]
         usual = statistics.median([gap for gap, at in gaps if at < since] or [0.0])
@@ -301,6 +306,15 @@ class Prover:
                 self.record[what] = {"median": statistics.median(values), "most": max(values)}
         self.record["ways"] = self.ways
         note(self.record)
+
+
+def _clock_offset(pid: int | str) -> float:
+    """By how many seconds a process's CLOCK_MONOTONIC is ahead of the machine's."""
+    for line in Path(f"/proc/{pid}/timens_offsets").read_text().splitlines():
+        name, seconds, nanoseconds = line.split()
+        if name == "monotonic":
+            return int(seconds) + int(nanoseconds) / 1e9
+    return 0.0
 
 
 def first_difference(one: Sequence[str], other: Sequence[str]) -> tuple[int, str, str] | None:
