@@ -152,6 +152,7 @@ def test_a_containers_image_has_a_schema_of_its_own() -> None:
         (3, {**box, "id": "a/b"}),
         (3, {**box, "volumes": ["--all"]}),
         (3, {**box, "ports": [0]}),
+        (3, {**box, "published": ["1" * 65]}),
     ):
         with pytest.raises(DamagedImage):
             read(changed(schema=schema, container=wrong))

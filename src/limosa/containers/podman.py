@@ -13,6 +13,7 @@ import msgspec
 
 from limosa import start
 from limosa.containers import calls
+from limosa.containers.published import Published
 from limosa.containers.runc_leftovers import take_away
 from limosa.containers.runtime import (
     MACHINES,
@@ -28,7 +29,6 @@ from limosa.containers.runtime import (
     criu_said,
     end,
     flags,
-    is_port,
     living,
 )
 from limosa.containers.state import folders
@@ -171,7 +171,8 @@ class Podman(Runtime):
             run=one.state.started_at,
             ran=one.state.status not in _NEVER_RAN,
             paused=one.state.status == "paused",
-            published=_published(host),
+            ports=_published(host)[0],
+            published=_published(host)[1],
             volumes=tuple(Volume(m.name, m.destination) for m in one.mounts if m.type == "volume" and m.name),
             writes=tuple(word for m in one.mounts for word in m.writes()),
             log=host.log.path,
@@ -391,11 +392,19 @@ def _rename_in_hosts(path: str, before: str, name: str) -> None:
             os.ftruncate(fd, len(now))
 
 
-def _published(host: _Host) -> tuple[int, ...]:
-    """TCP ports of all of the machine's addresses that lead to a container ("80/tcp" → those)."""
-    bindings = [one for inside, them in (host.ports or {}).items() if inside.endswith("/tcp") for one in them or []]
-    ports = [one.host_port for one in bindings if one.host_address in _ANY_ADDRESS]
-    return tuple(int(port) for port in ports if is_port(port))
+def _published(host: _Host) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Ports of the machine that lead to a container: TCP ports of all addresses, and the words of others."""
+    ports, others = [], []
+    for inside, bindings in (host.ports or {}).items():
+        for one in bindings or []:
+            address = "" if one.host_address in _ANY_ADDRESS else one.host_address.strip("[]")
+            address = f"[{address}]:" if ":" in address else f"{address}:" if address else ""
+            found = Published.of(f"{address}{one.host_port}/{inside.rpartition('/')[2]}")
+            if found is not None and found.protocol == "tcp" and not found.address:
+                ports.append(found.port)
+            elif found is not None:
+                others.append(str(found))
+    return tuple(ports), tuple(others)
 
 
 def _print_stats(kept: Kept) -> list[str]:

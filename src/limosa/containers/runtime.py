@@ -64,7 +64,8 @@ class Contained(msgspec.Struct, frozen=True, kw_only=True):
     run: str = ""  # which run of it this is, or was the last, in words of its runtime's; "" where that says none
     ran: bool = True  # whether it runs, or has
     paused: bool = False  # whether its runtime was told to pause it, where that keeps it in mind besides the cgroup
-    published: tuple[int, ...] = ()  # TCP ports of the machine that its runtime leads to it
+    ports: tuple[int, ...] = ()  # TCP ports of all of the machine's addresses that its runtime leads to it
+    published: tuple[str, ...] = ()  # other ports of the machine that it does (limosa.containers.published)
     volumes: tuple[Volume, ...] = ()
     writes: tuple[str, ...] = ()  # what of the machine it may change: "volume NAME", "folder PATH", "file PATH"
     log: str = ""  # the file that its output goes to
@@ -201,7 +202,7 @@ class Runtime(ABC):
             as well, once it has been made.
         """
         del bundle
-        ports = [f"port {port}" for port in record.ports[:_MOST_PORTS]]
+        ports = [f"port {port}" for port in [*record.ports, *record.published][:_MOST_PORTS]]
         return [f"container {self.name}:{name}", *ports], []
 
     def taken_since(self, record: ContainerRecord, name: str, bundle: str) -> list[tuple[str, str, str]]:

@@ -272,6 +272,7 @@ class ContainerRecord(msgspec.Struct, frozen=True, kw_only=True):
         network: "host", "none", "private", or "joined" (one that was there before).
         ports: TCP ports of the machine that it listened on, where its network was the machine's, else those that its
             runtime led to it.
+        published: other ports of the machine that its runtime led to it: "127.0.0.1:8080/tcp", "5353/udp".
         volumes: its named volumes.
         log: the file that its output went to.
         namespace, snapshotter: of containerd's.
@@ -289,6 +290,7 @@ class ContainerRecord(msgspec.Struct, frozen=True, kw_only=True):
     folder: PathText = ""
     network: Text = ""
     ports: Annotated[list[Annotated[int, msgspec.Meta(ge=1, le=65535)]], msgspec.Meta(max_length=65536)] = []
+    published: Annotated[list[Annotated[str, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=65536)] = []
     volumes: Annotated[list[ContainerName], msgspec.Meta(max_length=1000)] = []
     log: PathText = ""
     namespace: Text = ""

@@ -5,21 +5,19 @@ What a container's runtime sees to by itself, and what nothing could be done wit
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import msgspec
 
+from limosa.containers.published import Published
 from limosa.containers.runtime import JOINED, MACHINES, PRIVATE, Runtime, is_port
 from limosa.errors import InvalidArgument, Reason
 from limosa.image import ContainerRecord
 from limosa.operation import dump_options, restore_options
 
 _PUBLISH = re.compile(
-    r"((?P<address>[0-9.]{7,15}|\[[0-9a-fA-F:.]{2,45}\]):)?(?P<host>[0-9]{1,5}):(?P<inside>[0-9]{1,5})(/(?P<protocol>tcp|udp|sctp))?",
-    re.ASCII,
+    r"(?P<host>(?:[0-9.]+:|\[[^\]]+\]:)?[0-9]+):(?P<inside>[0-9]{1,5})(?:/(?P<protocol>tcp|udp|sctp))?", re.ASCII
 )
 _TERMINAL = "its runtime gives it its terminal"
 _PODMAN = "podman has no such option"
@@ -96,36 +94,17 @@ def as_asked(record: ContainerRecord, options: restore_options.Options) -> Conta
     for one in published:
         if published.count(one) > 1:
             raise InvalidArgument(detail=f"--publish names port {one.port}/{one.protocol} of the machine twice")
-    # One of an address of the machine is the runtime's to look at: others may have the same port of other addresses.
     ports = {one.port for one in published if one.protocol == "tcp" and not one.address}
-    return msgspec.structs.replace(record, ports=sorted(ports))
+    others = [str(one) for one in published if one.protocol != "tcp" or one.address]
+    return msgspec.structs.replace(record, ports=sorted(ports), published=others)
 
 
-def claimed(options: restore_options.Options) -> list[str]:
-    """Return what a restore is to claim of ``--publish`` besides the record's ports: its runtime looks at these itself.
-
-    Who has them already it finds, late: another restore that asks for the same is kept out before.
-    """
-    published = [_published(one) for one in options.publish]
-    return [f"port {p.address}:{p.port}/{p.protocol}" for p in published if p.address or p.protocol != "tcp"]
-
-
-class _Published(NamedTuple):
-    address: str
-    port: int
-    protocol: str
-
-
-def _published(word: str) -> _Published:
+def _published(word: str) -> Published:
     found = _PUBLISH.fullmatch(word)
-    address = found["address"] or "" if found is not None else ""
-    try:
-        if address:
-            ipaddress.ip_address(address.strip("[]"))
-        if found is not None and is_port(found["host"]) and is_port(found["inside"]):
-            return _Published(address, int(found["host"]), found["protocol"] or "tcp")
-    except ValueError:
-        pass
+    if found is not None and is_port(found["inside"]):
+        published = Published.of(f"{found['host']}/{found['protocol'] or 'tcp'}")
+        if published is not None:
+            return published
     text = f"--publish {word!r} cannot be understood"
     raise InvalidArgument(detail=text, hint="HOST:CONTAINER, such as 8081:80, 127.0.0.1:8081:80 or 5353:53/udp")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import os
@@ -15,6 +16,7 @@ import msgspec
 
 from limosa.containers import Container, Containers
 from limosa.containers.freezer import cannot_be_traced, freezer_of
+from limosa.containers.published import Published
 from limosa.containers.runtime import PRIVATE, SHARES, Contained, Runtime, check_name
 from limosa.containers.runtimes import known, runtime_of
 from limosa.errors import InvalidArgument, LimosaError, Reason
@@ -36,6 +38,10 @@ _DRIVERS = "/dev/nvidia"
 _LISTENS = b"0A"
 _MOST_SOCKETS = 1 << 20  # of a table; those that listen come first in it
 _MOST_SAID = 16  # ports
+_SAID = {
+    errno.EADDRINUSE: ("port-taken", "somebody has it", "end who has it (ss -lntup)"),
+    errno.EADDRNOTAVAIL: ("address-missing", "it does not have that address", "give it the address (ip address add)"),
+}
 
 
 class Boxed(NamedTuple):
@@ -149,10 +155,19 @@ def return_reasons(record: ContainerRecord, name: str | None, bundle: str | None
         found += clones.in_the_way(record, runtime, runtime.bundle_of(record, bundle or ""))
     if os.geteuid():
         found.append(Reason(id="permission", text="only root can bring a container back", exit_code=11, hint="sudo"))
-    for port in sorted(listened_on(record.ports))[:_MOST_SAID]:
-        text = f"port {port} of the machine is the container's, and somebody has it"
-        hint = "end who has it (ss -ltnp)" + (", or name another (--publish)" if record.network == PRIVATE else "")
-        found.append(Reason(id="port-taken", text=text, exit_code=23, hint=hint))
+    return [*found, *_of_ports(record)]
+
+
+def _of_ports(record: ContainerRecord) -> list[Reason]:
+    """Ports of the machine that are the container's, and addresses that the machine does not have."""
+    against = [(str(port), errno.EADDRINUSE) for port in sorted(listened_on(record.ports))]
+    against += [(word, one.against()) for word in record.published if (one := Published.of(word)) is not None]
+    another = ", or name another (--publish)" if record.network == PRIVATE else ""
+    found = []
+    for port, code in [one for one in against if one[1] in _SAID][:_MOST_SAID]:
+        id_, why, hint = _SAID[code]
+        text = f"port {port} of the machine is the container's, and {why}"
+        found.append(Reason(id=id_, text=text, exit_code=23, hint=hint + another))
     return found
 
 

@@ -58,7 +58,6 @@ class ContainerReturning(Returning):
     def claims(self) -> dict[str, Any]:
         """The image is only read: others may make containers of it at the same time, under other names."""
         names, uses = self.runtime.alone(self.record, self.called, self.bundle)
-        names = [*names, *container_options.claimed(self.options)]
         if clones.ID not in self.options.force:  # two clones that would share it are not made at the same moment
             names = [*names, *clones.claimed(self.record, self.runtime, self.bundle)]
         return {"shared": True, "names": names, "uses": uses}
