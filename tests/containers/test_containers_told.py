@@ -34,7 +34,7 @@ def started_again(desk: Desk, one: Container) -> Container:
     """Ends a container's task and has ctr start another one."""
     ctr = desk.runtime
     ctr("tasks", "kill", "--signal", "KILL", one.id)
-    until(lambda: not one.lives())
+    until(lambda: one.name not in ctr._tasks())  # its shim has seen the end, too
     ctr("tasks", "delete", one.id, rc=None)
     ctr("tasks", "start", "--detach", "--log-uri", f"file://{one.log}", one.id)
     return ctr.known(one.name)
