@@ -215,8 +215,9 @@ class Podman(Runtime):
         etc.mkdir(parents=True)
         (etc / "policy.json").write_text('{"default": [{"type": "insecureAcceptAnything"}]}')
         (etc / "registries.conf").write_text("")
+        run = self.sockets / "run"  # of 50 characters at most, else what conmon starts at a container's end fails
         (etc / "storage.conf").write_text(
-            f'[storage]\ndriver = "overlay"\ngraphroot = "{place}/graph"\nrunroot = "{place}/run"\n'
+            f'[storage]\ndriver = "overlay"\ngraphroot = "{place}/graph"\nrunroot = "{run}"\n'
         )
         limits = ", ".join(f'"{name}={value}:{value}"' for name, value in _LIMITS.items())
         (etc / "containers.conf").write_text(
@@ -239,7 +240,7 @@ helper_binaries_dir = ["{engines.bin}"]
 init_path = "{engines["catatonit"]}"
 lock_type = "file"
 runtime = "{runtime}"
-static_dir = "{place}/static"
+static_dir = "{place}/graph/libpod"
 tmp_dir = "{place}/tmp"
 volume_path = "{place}/volumes"
 [engine.runtimes]

@@ -48,9 +48,10 @@ def test_it_comes_back_on_another_machine(
         more = []
         if isinstance(desk.runtime, Podman):
             there = ends.enter_context(contextlib.closing(Podman(node, engines, place, runtime="runc")))
-            for file in (place / ".config/containers").glob("*.conf"):  # a machine's store lies where each has it
-                file.write_text(file.read_text().replace(str(place), str(desk.runtime.place)))
-            node.run(["mount", "--bind", place, desk.runtime.place])
+            for own, same in ((place, desk.runtime.place), (there.sockets, desk.runtime.sockets)):
+                for file in (place / ".config/containers").glob("*.conf"):  # a machine's store lies where each has it
+                    file.write_text(file.read_text().replace(str(own), str(same)))
+                node.run(["mount", "--bind", own, same])
             there.load(image)
         else:
             there = ends.enter_context(contextlib.closing(Runc(node, engines, place, rootfs)))

@@ -59,11 +59,11 @@ class Desk:
         """The job in a container; its output is where it can be read from outside."""
         return self.runtime.start_job(*(words or ("/job", 16, 5)), name=self.name(name), **options)
 
-    def with_shim(self, **options: Any) -> Container:
+    def with_shim(self, *words: object, **options: Any) -> Container:
         """The job under the shim: its device memory is copied while it computes."""
         own_folders(self.node, "/etc", "/usr/local/lib")
         self.node.limosa("cdi")
-        return self.job(cdi=[SHIM], **options)
+        return self.job(*words, cdi=[SHIM], **options)
 
     def called(self, one: Container) -> str:
         return f"{self.runtime.name}:{one.name}"
@@ -604,7 +604,7 @@ def test_what_else_comes_along(desk_of: Callable[[str], Desk]) -> None:
     one.goes_on()
     assert podman("healthcheck", "run", one.name, rc=None).rc == 0
     desk.checkpoint(one)
-    time.sleep(1)
+    time.sleep(3)
     assert podman.names() == [], "no policy starts it again"
     desk.restore()
     again = desk.back()
@@ -615,6 +615,76 @@ def test_what_else_comes_along(desk_of: Callable[[str], Desk]) -> None:
     (found,) = podman("container", "inspect", again.name).json
     assert found["HostConfig"]["RestartPolicy"]["Name"] == "always"
     assert found["HostConfig"]["ReadonlyRootfs"]
+
+
+@pytest.mark.parametrize("policy", ["always", "on-failure:2", "no"])
+def test_a_policy_of_restarts_holds_for_what_came_back(desk_of: Callable[[str], Desk], policy: str) -> None:
+    """podman starts it anew when its first process ends: from its beginning, and on the GPU of its record."""
+    desk = desk_of("podman")
+    one = desk.job(options=["--restart", policy])
+    one.goes_on()
+    desk.checkpoint(one)
+    desk.restore("--to", 1)
+    again = desk.back()
+    again.goes_on()
+    assert min(again.steps()) > 0
+    os.kill(again.pid, signal.SIGKILL)
+
+    def state() -> tuple[str, int]:
+        (found,) = desk.runtime("container", "inspect", again.name).json
+        return found["State"]["Status"], found["RestartCount"]
+
+    until(lambda: state() == (("exited", 0) if policy == "no" else ("running", 1)))
+    if policy != "no":
+        anew = desk.back()
+        anew.goes_on()
+        assert (min(anew.steps()), nodes(anew)) == (0, {"nvidia0"})
+
+
+SYSTEMD = """
+import socket, sys
+with socket.socket(socket.AF_UNIX) as server:
+    server.bind("/run/systemd/private")
+    server.listen()
+    while True:
+        server.accept()[0].close()
+        print("asked", flush=True)
+"""
+
+
+def test_a_health_check_comes_along_and_is_asked_by_hand(desk_of: Callable[[str], Desk]) -> None:
+    """podman has systemd ask at intervals where it starts a container, and not where it restores one."""
+    desk = desk_of("podman")
+    podman = desk.runtime
+    own_folders(desk.node, "/run/systemd")
+    log = desk.place / "systemd"
+    with open(log, "w") as out:
+        systemd = desk.node.popen([sys.executable, "-c", SYSTEMD], stdout=out)
+    until(lambda: desk.node.run(["test", "-S", "/run/systemd/private"], rc=None).rc == 0)
+    options = ["--health-cmd", "cat /tmp/lives", "--health-interval", "5s", "--health-retries", "2"]
+    script = f"echo yes > /tmp/lives; {COUNTS}"
+    one = podman.start("/bin/sh", "-c", script, gpus=None, options=options, name=desk.name())
+    one.goes_on()
+    assert log.read_text(), "it has asked for a timer"
+    desk.checkpoint(one)
+    asked = log.read_text()
+    desk.restore()
+    again = desk.back()
+    again.goes_on()
+    assert log.read_text() == asked
+
+    def found() -> Any:
+        return podman("container", "inspect", again.name).json[0]
+
+    check = {"Test": ["CMD-SHELL", "cat /tmp/lives"], "Interval": 5e9, "Timeout": 30e9, "Retries": 2}
+    assert found()["Config"]["Healthcheck"] == check
+    assert podman("healthcheck", "run", again.name, rc=None).rc == 0
+    again.run("rm", "/tmp/lives")
+    for _ in range(2):
+        assert podman("healthcheck", "run", again.name, rc=None).rc == 1
+    told = found()["State"]["Health"]
+    assert (told["Status"], [one["ExitCode"] for one in told["Log"]]) == ("unhealthy", [0, 1, 1])
+    systemd.kill()
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["podmans", "users"])
