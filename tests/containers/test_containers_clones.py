@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -27,6 +28,8 @@ from test_containers_to_disk import (
     until,
 )
 from test_containers_told import record_of
+
+from limosa.process.tree import snapshot
 
 __all__ = ["desk_of"]
 pytestmark = [pytest.mark.root, pytest.mark.criu, pytest.mark.timeout(600)]
@@ -73,6 +76,52 @@ def test_three_at_the_same_moment(desk: Desk, rootfs: Path) -> None:
     assert len(desk.runtime.names()) == 3
     desk.limosa("verify", desk.image())
     assert not (desk.image() / "log/restore.log").exists()
+
+
+def forgotten(image: Path) -> int:
+    """Has the page cache forget an image's files; how many bytes these are."""
+    files = [path for folder in ("chunks", "criu") for path in (image / folder).rglob("*") if path.is_file()]
+    size, stays = sum(path.stat().st_size for path in files), 0
+    for path in files:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            with contextlib.suppress(BlockingIOError):  # it would have to be read
+                os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
+                stays += path.stat().st_size  # small ones may: somebody has just written them
+    if stays > size // 2:
+        pytest.skip(f"{image} cannot be had out of memory: its file system has no disk")
+    return size
+
+
+def from_the_disk(desk: Desk) -> int:
+    """How many bytes this process, all that it has waited for, and the node's movers have had read from the disk."""
+    space, found = os.stat(f"/proc/{desk.node.pid}/ns/mnt"), 0
+    for pid in ["self", *snapshot()]:
+        with contextlib.suppress(OSError):
+            if pid == "self" or os.path.samestat(os.stat(f"/proc/{pid}/ns/mnt"), space):
+                lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+                found += sum(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
+    return found
+
+
+@pytest.mark.parametrize("desk", ["podman", "runc"], indirect=True)
+def test_two_at_the_same_moment_have_every_byte_read_from_the_disk_once(desk: Desk) -> None:
+    """What was read for one, the other has from the page cache."""
+    one = desk.with_shim("/job", LARGE, 5)
+    one.goes_on()
+    assert desk.checkpoint(one)["way"] == "parked"
+    desk.restore(*bundle(desk, one, "first"), name="first")  # all programs are in memory then
+    desk.back("first").remove()
+    size = forgotten(desk.image())
+    assert size > LARGE << 20
+    before = from_the_disk(desk)
+    clones = [begin_clone(desk, one, f"clone{gpu}", gpu) for gpu in (1, 2)]
+    assert [clone.wait(120) for clone in clones] == [0, 0]
+    read = from_the_disk(desk) - before
+    assert size * 0.95 <= read < size * 1.2, (size, read)
+    for gpu in (1, 2):
+        desk.back(f"clone{gpu}").goes_on()
 
 
 def test_one_is_killed_and_the_other_goes_on(desk: Desk, rootfs: Path) -> None:
