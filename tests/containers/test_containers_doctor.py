@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from containers.engines import Engines
 from containers.runtimes import own_folders
 from soft_node import Node
+from test_containers_to_disk import until
 
 from limosa.cdi import runtimes
 from limosa.start import SYSTEM
@@ -28,12 +30,16 @@ def ask(node: Node, engines: Engines, tmp_path: Path) -> Ask:
         if os.path.isfile(path):
             node.run(["mount", "--bind", "/dev/null", path])  # this machine's own are none of the test's
 
-    def go(*names: str, fix: bool = False) -> dict[str, Any]:
-        programs = tmp_path / "-".join(names)
+    def go(*names: str, fix: bool = False, **scripts: str) -> dict[str, Any]:
+        """``scripts``: programs that are not fetched here, by what they print."""
+        programs = tmp_path / "-".join([*names, *scripts])
         programs.mkdir(exist_ok=True)
         for name in names:
             if not (programs / name).exists():
                 (programs / name).symlink_to(engines[name])
+        for name, script in scripts.items():
+            (programs / name).write_text(f"#!/bin/sh\n{script}\n")
+            (programs / name).chmod(0o755)
         code = (
             "from limosa.operation.doctor_containers import containers; import msgspec, sys; "
             f"sys.stdout.buffer.write(msgspec.json.encode(containers(fix={fix}, log=lambda _: None)))"
@@ -89,14 +95,98 @@ def test_a_containerd_that_was_told_not_to_is_left_so(ask: Ask, node: Node) -> N
     assert "containerd: it does not look into /etc/cdi" in ask("containerd")["detail"]
 
 
-def test_docker_itself_is_set_up_by_the_spec_alone(ask: Ask, node: Node) -> None:
+def test_docker_itself_is_set_up(ask: Ask, node: Node) -> None:
     before = ask("dockerd")
-    assert "Docker 28." in before["detail"]
+    found = re.search(r"Docker (\d+)\.", before["detail"])
+    assert found
+    assert int(found[1]) >= 25
     assert "no CDI spec of Limosa's" in before["detail"]
-    assert ask("dockerd", fix=True)["status"] == "ok"
+    ask("dockerd", fix=True)
+    assert ask("dockerd")["status"] == "ok"
     node.run(["mkdir", "-p", "/etc/docker"])
     node.run(["sh", "-c", """echo '{"features": {"cdi": false}}' > /etc/docker/daemon.json"""])
     assert "its feature cdi is off" in ask("dockerd", fix=True)["detail"]
+
+
+DOCKER_27 = "echo Docker version 27.1.1, build 6312585"
+DAEMON = "/etc/docker/daemon.json"
+
+
+def test_dockers_feature_is_switched_on_where_nothing_is_said_of_it(ask: Ask, node: Node) -> None:
+    before = ask(dockerd=DOCKER_27)
+    assert "its feature cdi is off" in before["detail"]
+    assert "limosa doctor --fix, or /etc/docker/daemon.json: " in before["fix"]
+    told = ask(dockerd=DOCKER_27, fix=True)
+    assert (told["status"], "from its next start on" in told["detail"]) == ("warn", True)
+    assert "systemctl restart docker" in told["fix"]
+    assert json.loads(node.run(["cat", DAEMON]).stdout) == {"features": {"cdi": True}}
+    assert node.run(["stat", "-c", "%a %u", DAEMON]).stdout == "644 0\n"
+    assert ask(dockerd=DOCKER_27)["status"] == "ok"
+    had = {"debug": True, "features": {"x": False}, "labels": ["größe=1"], "shutdown-timeout": 15}
+    node.run(["sh", "-c", f"echo '{json.dumps(had)}' > {DAEMON}; chown 0:7 {DAEMON}; chmod 640 {DAEMON}"])
+    assert "from its next start on" in ask(dockerd=DOCKER_27, fix=True)["detail"]
+    text = node.run(["cat", DAEMON]).stdout
+    now = json.loads(text)
+    assert now == {**had, "features": {"x": False, "cdi": True}}
+    assert list(now) == list(had)
+    assert "größe" in text
+    assert node.run(["stat", "-c", "%a %u %g", DAEMON]).stdout == "640 0 7\n"
+    assert node.run(["ls", "-A", "/etc/docker"]).stdout == "daemon.json\n"
+
+
+@pytest.mark.parametrize(
+    "there",
+    [
+        """echo '{"features": {"cdi": false}}' >""",
+        """echo '{"debug": true, "debug": false}' >""",
+        """echo '{"x": 1e999}' >""",
+        """echo '{"features": []}' >""",
+        "echo '{' >",
+        "echo '{}' > /etc/docker/other; ln -s other",
+        "echo '{}' > /etc/docker/other; ln /etc/docker/other",
+        "chown 1000 /etc/docker; echo '{}' >",
+    ],
+)
+def test_what_its_owner_has_said_to_docker_stays(ask: Ask, node: Node, there: str) -> None:
+    node.run(["sh", "-c", f"mkdir -p /etc/docker; {there} {DAEMON}"])
+    before = node.run(["sh", "-c", f"ls -lA /etc/docker; cat {DAEMON}"]).stdout
+    found = ask(dockerd=DOCKER_27, fix=True)
+    assert (found["status"], DAEMON in found["fix"]) == ("warn", True)
+    assert node.run(["sh", "-c", f"ls -lA /etc/docker; cat {DAEMON}"]).stdout == before
+
+
+@pytest.mark.parametrize("word", ["--feature=cdi=true", "--config-file=/opt/daemon.json"])
+def test_a_docker_that_has_it_said_elsewhere_is_left_alone(ask: Ask, node: Node, word: str) -> None:
+    """With features by words and in the file it would not start again."""
+    node.run(["rm", "-rf", "/etc/docker"])
+    running = node.popen(["bash", "-c", f'exec -a dockerd sh -c "sleep 1000; :" {word}'])
+    until(lambda: Path(f"/proc/{running.pid}/cmdline").read_bytes().startswith(b"dockerd"))
+    assert "its feature cdi is off" in ask(dockerd=DOCKER_27, fix=True)["detail"]
+    node.run(["ls", "/etc/docker"], rc=2)
+    running.kill()
+    running.wait(60)
+    assert "from its next start on" in ask(dockerd=DOCKER_27, fix=True)["detail"]
+
+
+TOML = "/etc/containerd/config.toml"
+CONTAINERD_17 = f"""\
+if [ "$1" = --version ]; then echo containerd github.com/containerd/containerd 1.7.24; else cat {TOML}; fi"""
+
+
+def test_a_containerd_without_a_configuration_gets_one(ask: Ask, node: Node) -> None:
+    """1.7 cannot print its own where there is none. One that does not heed it keeps none."""
+    node.run(["rm", "-rf", "/etc/containerd"])
+    assert "enable_cdi is off" in ask(containerd=CONTAINERD_17)["detail"]
+    unheeding = CONTAINERD_17.replace(f"cat {TOML}", "echo enable_cdi = false")
+    assert "enable_cdi is off" in ask(containerd=unheeding, fix=True)["detail"]
+    node.run(["ls", TOML], rc=2)
+    told = ask(containerd=CONTAINERD_17, fix=True)
+    assert "from its next start on" in told["detail"]
+    assert "systemctl restart containerd" in told["fix"]
+    assert ask(containerd=CONTAINERD_17)["status"] == "ok"
+    node.run(["sh", "-c", f"echo version = 2 > {TOML}"])
+    assert f"{TOML}: enable_cdi = true below" in ask(containerd=CONTAINERD_17, fix=True)["fix"]
+    assert node.run(["cat", TOML]).stdout == "version = 2\n"
 
 
 # CRI-O is in no package here, and of Docker there is one version: others are told by the words that they print.

@@ -1,7 +1,6 @@
 """Whether the container runtimes of this machine read CDI specs, and what each needs to be told.
 
-Only looked at, by their own programs where these print what is in force. Their configuration is their owner's: nothing
-here writes to it. (containerd 1.7 has files that it includes, and lets one of them replace a whole section.)
+Only looked at, by their own programs where these print what is in force. ``switch`` writes to their configuration.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from limosa import start
 from limosa.cdi.spec import FOLDERS
 
 DOCKER_CONFIG = Path("/etc/docker/daemon.json")
+CONTAINERD_CONFIG = Path("/etc/containerd/config.toml")
 CRIO_CONFIGS = (Path("/etc/crio/crio.conf"), Path("/etc/crio/crio.conf.d"))
 _VERSION = re.compile(r"\bv?(\d+)\.(\d+)(?:\.(\d+))?")
 _SWITCH = re.compile(r"^\s*enable_cdi\s*=\s*(true|false)", re.MULTILINE)
@@ -41,6 +41,7 @@ class Runtime(NamedTuple):
         problem: why it does not bring devices of a CDI spec into containers; "" for no reason.
         hint: what to do about that.
         folders: where it looks for specs.
+        unsaid: its configuration, where that could have CDI on and says nothing of it; None for anything else.
     """
 
     name: str
@@ -48,12 +49,18 @@ class Runtime(NamedTuple):
     problem: str = ""
     hint: str = ""
     folders: tuple[str, ...] = FOLDERS
+    unsaid: Path | None = None
 
 
 def runtimes() -> list[Runtime]:
     """Return the runtimes that this machine has, each as it is set up."""
     found = [_podman(), _docker(), _containerd(), _crio()]
     return [one for one in found if one is not None]
+
+
+def looked_at(name: str) -> Runtime | None:
+    """Return one of them, as it is set up now; None where it has gone."""
+    return next((one for one in runtimes() if one.name == name), None)
 
 
 def _podman() -> Runtime | None:
@@ -77,8 +84,8 @@ def _docker(config: Path | None = None) -> Runtime | None:
         return found
     version = _version(said)
     if on is False or (on is None and version is not None and version < DOCKER_ON):
-        hint = f'{config}: "features": {{"cdi": true}}, then: systemctl reload docker (or restart it)'
-        return found._replace(problem="its feature cdi is off", hint=hint)
+        hint = f'{config}: "features": {{"cdi": true}}, then restart Docker'
+        return found._replace(problem="its feature cdi is off", hint=hint, unsaid=config if on is None else None)
     return _looking(found._replace(folders=folders), f'{config}: "cdi-spec-dirs"')
 
 
@@ -89,7 +96,7 @@ def _containerd() -> Runtime | None:
     found = _judged("containerd", said, CONTAINERD)
     if found.problem:
         return found
-    config = "/etc/containerd/config.toml"
+    config = CONTAINERD_CONFIG
     dump = _says("containerd", "config", "dump")
     if dump is None:
         return found._replace(problem="it does not print its configuration", hint="containerd config dump")
@@ -98,7 +105,8 @@ def _containerd() -> Runtime | None:
         version = _version(said) or CONTAINERD
         table = "io.containerd.cri.v1.runtime" if version >= (2, 0, 0) else "io.containerd.grpc.v1.cri"
         hint = f"{config}: enable_cdi = true below [plugins.'{table}'], then restart containerd"
-        return found._replace(problem="enable_cdi is off", hint=hint)
+        unsaid = config if version < (2, 0, 0) and not os.path.lexists(config) else None
+        return found._replace(problem="enable_cdi is off", hint=hint, unsaid=unsaid)
     folders = _DIRS.search(dump)
     found = found._replace(folders=tuple(_QUOTED.findall(folders[1])) if folders else FOLDERS)
     return _looking(found, f"{config}: cdi_spec_dirs")

@@ -20,8 +20,8 @@ _STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 @verb(
-    flag("--fix", help="Fetch a CRIU that works, build what is missing; as root: limosa cdi."),
-    flag("--leave-containers", help="With --fix: no limosa cdi, though there is a container runtime."),
+    flag("--fix", help="Fetch a CRIU that works, build what is missing; as root: set up containers."),
+    flag("--leave-containers", help="With --fix: leave container runtimes, and their CDI specs, as they are."),
     CRIU_PATH,
 )
 def command(report: Report, *, fix: bool, leave_containers: bool, criu: Path | None) -> None:

@@ -65,8 +65,8 @@ def doctor(
     """Look at the machine; the checks come in the order in which they depend on each other.
 
     ``fix``: fetch a working CRIU, build the CRIU plugin and the libraries of jobs, where they are missing, and let
-    containers have the latter; ``log`` is told. ``criu``: the program to look at instead of the one that would be
-    found. ``leave_containers``: ``fix`` writes no CDI spec.
+    containers have the latter: a CDI spec, and runtimes that read it. ``log`` is told. ``criu``: the program to look at
+    instead of the one that would be found. ``leave_containers``: ``fix`` leaves runtimes and their specs as they are.
     """
     present = gpu_present()
     *checks, persistence = driver_checks(facts_of(present))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 
 from limosa import cdi
 from limosa.cdi import place
-from limosa.cdi.runtimes import Runtime, runtimes
+from limosa.cdi.runtimes import Runtime, looked_at, runtimes
+from limosa.cdi.switch import switch_on
+from limosa.containers.calls import command_lines
 from limosa.errors import LimosaError
 from limosa.operation.doctor_gpu import Check, ok, warn
 
@@ -15,7 +18,10 @@ _NEEDS_ROOT = "sudo limosa doctor --fix, or: sudo limosa cdi"
 
 
 def containers(*, fix: bool, log: Callable[[str], None]) -> Check:
-    """Look at the runtimes, and at our CDI spec; ``fix`` writes the spec, and nothing of a runtime's."""
+    """Look at the runtimes, and at our CDI spec.
+
+    ``fix`` writes the spec, and has CDI on where a runtime has it off because nobody has said anything about it.
+    """
     found = runtimes()
     if not found:
         return ok("containers", "there is no podman, Docker, containerd or CRI-O")
@@ -28,14 +34,47 @@ def containers(*, fix: bool, log: Callable[[str], None]) -> Check:
             wrong = spec_problem()
         except (LimosaError, OSError) as error:
             wrong = str(error)
+    if fix and os.geteuid() == 0:
+        found = [_switched_on(one, log) for one in found]
     told = [f"{one.name}: {one.problem}" for one in found if one.problem]
-    hints = [one.hint for one in found if one.problem]
+    hints = [f"{'limosa doctor --fix, or ' if one.unsaid else ''}{one.hint}" for one in found if one.problem]
     if wrong:
         told.insert(0, wrong)
         hints.insert(0, _NEEDS_ROOT if os.geteuid() else "limosa doctor --fix, or: limosa cdi")
     if told:
         return warn("containers", f"{names}; {'; '.join(told)}", "; ".join(hints))
     return ok("containers", f"{names}: containers that ask for {cdi.DEVICE} get the shim", more=_where(found))
+
+
+def _switched_on(one: Runtime, log: Callable[[str], None]) -> Runtime:
+    """A runtime as it is once CDI was switched on, where that could be done; it has to be started again then."""
+    if one.unsaid is None or _told_otherwise(one.name):
+        return one
+    try:
+        if not switch_on(one):
+            return one
+    except OSError as error:
+        return one._replace(problem=f"{one.problem} ({error})")
+    log(f"wrote {one.unsaid}: CDI is on; {one.name} was not restarted")
+    now = looked_at(one.name) or one
+    problems = [f"CDI is on in {one.unsaid} from its next start on", now.problem]
+    hints = [f"systemctl restart {one.name.lower()}, when its containers allow that", now.hint]
+    return now._replace(problem="; ".join(filter(None, problems)), hint="; ".join(filter(None, hints)))
+
+
+def _told_otherwise(name: str) -> bool:
+    """Whether a daemon that runs here reads another file, or has been given features, which may be in one place."""
+    program, ours = {"Docker": "dockerd"}.get(name, name), os.stat("/etc")
+    for pid, words in command_lines():
+        with contextlib.suppress(OSError):
+            options = {word.partition("=")[0] for word in words[1:]}
+            if (
+                os.path.basename(words[0]) == program
+                and options & {"--feature", "--config-file", "--config", "-c"}
+                and os.path.samestat(os.stat(f"/proc/{pid}/root/etc"), ours)
+            ):
+                return True
+    return False
 
 
 def spec_problem() -> str:
