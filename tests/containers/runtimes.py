@@ -308,7 +308,11 @@ runc = ["{engines["runc"]}"]
         return self.start(*command, **options)
 
     def known(self, name: str) -> Container:
-        (found,) = self("container", "inspect", name).json
+        asked = self("container", "inspect", name, rc=None)
+        if asked.rc and ("no such container" in asked.stderr or "container not known" in asked.stderr):
+            raise LookupError(f"{name} goes while it is asked about")
+        assert asked.rc == 0, asked
+        (found,) = asked.json
         log = Path(found["HostConfig"]["LogConfig"]["Path"])
         return self._started(found["Id"], name, found["State"]["Pid"], log)
 
