@@ -22,11 +22,12 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || { command -v sudo >/dev/null && { sudo -n
 
 PYTEST = $(PY) -m pytest
 
-.PHONY: demo test test-criu test-soft test-long test-zdtm test-gpu faults fuzz mutants bench bench-driver bench-gpu lint check man wheel clean help
+.PHONY: demo test test-share test-all test-criu test-soft test-long test-zdtm test-gpu faults fuzz mutants bench bench-driver bench-gpu lint check man wheel clean help
 
 help:
 	@echo "make demo       a job, disturbed and undisturbed: both end with the same bits (no GPU needed)"
-	@echo "make test       what CI runs: lint and all tests that need no GPU; forty minutes on two cores"
+	@echo "make test       what CI runs: lint and the tests that need no GPU, of those that take long a quarter of the variants"
+	@echo "make test-all   all of them"
 	@echo "make check      of these, the fast ones: two minutes"
 	@echo "make test-criu  those that need CRIU; make test-soft: those on software GPUs, the fault campaign among them"
 	@echo "make test-long  every kill of the parked way, 90 of them (make test has 27), and of containers: ten minutes"
@@ -44,7 +45,13 @@ demo:
 	@$(SUDO) $(PY) -I -m limosa demo
 	@echo "limosa is $(dir $(PY))limosa"
 
-test: lint check test-criu test-soft
+# Of tests that take long a quarter of the variants, others at each commit: four in a row run all (tests/shares.py).
+COMMITS = $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
+test: lint check test-share
+test-share:
+	@$(MAKE) LIMOSA_SHARE=$$(( $(COMMITS) % 4 + 1 ))/4 test-criu test-soft
+
+test-all: lint check test-criu test-soft
 
 # Four for two cores: a test waits for its processes half of its time. Who is done early takes over from who is not.
 SIDE_BY_SIDE = -n 4 --dist worksteal

@@ -17,14 +17,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from shares import Shares
 from support import VICTIMS, Reaper, Victim, end_marked, end_session, own_network
 from surroundings import as_usual
 
 as_usual()  # before anything is started, workers of xdist among it
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Side by side (``-n 2``) each process gets a network of its own: nftables are one to a network namespace."""
+    if share := os.environ.get("LIMOSA_SHARE"):
+        config.pluginmanager.register(Shares(share))
     if "PYTEST_XDIST_WORKER" in os.environ and os.environ.get("LIMOSA_TEST_NETWORKS"):
         own_network()
 
@@ -55,6 +58,8 @@ def libraries(request: pytest.FixtureRequest) -> None:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """How many tests were skipped, also where it is none: a skip that nobody sees is an answer that nobody has."""
     terminalreporter.write_line(f"skipped: {len(terminalreporter.stats.get('skipped', []))}")
+    if share := os.environ.get("LIMOSA_SHARE"):
+        terminalreporter.write_line(f"share {share} of the variants; make test-all runs all of them")
 
 
 Start = Callable[..., Victim]

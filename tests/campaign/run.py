@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 ASIDE = ("checkpointed", "away")
 """States of a job that is suspended."""
+LATER = 15.0
+"""Seconds within which what ends, or lets go, has done so: on a busy machine, too."""
 
 
 class Run(Fault):
@@ -531,13 +533,18 @@ class Run(Fault):
         came_back = self.image is not None or awakening or self.operation == "clone" or self.case.operation in BROKEN
         base = {"requests": []} if alone or came_back else self.base  # of a job that was aside the rest is its own
 
+        def other() -> list[str]:
+            return _more(base, now) if self.case.parked else [key for key in base if now[key] != base[key]]
+
         def is_as_before() -> bool:
             nonlocal now
             now = self._snapshot()
-            return not _more(base, now)
+            return not other()
 
-        if self.case.parked and not alone:  # some allocate and free all the time; a mover that ends takes a while
-            _until(is_as_before, 3.0)
+        if (
+            not alone and room.ground.name == "soft"
+        ):  # some allocate and free all the time; a mover that ends takes a while
+            _until(is_as_before, LATER)
         if now.get("requests"):  # the next controller takes away what one that was killed has left
             from limosa.errors import LimosaError
             from limosa.gpu import driver
@@ -545,12 +552,11 @@ class Run(Fault):
             with contextlib.suppress(LimosaError):
                 driver.state(os.getpid())
             now = self._snapshot()
-        if self.case.parked and alone and now.get("blocks of device memory"):
-            _until(lambda: not self._snapshot()["blocks of device memory"], 3.0)
+        if alone and now.get("blocks of device memory"):
+            _until(lambda: not self._snapshot()["blocks of device memory"], LATER)
             now = self._snapshot()
         if room.ground.name == "soft":
-            wrong = _more(base, now) if self.case.parked else [key for key in base if now[key] != base[key]]
-            self.problems += [f"{key}: {base[key]} before, {now[key]} after" for key in wrong]
+            self.problems += [f"{key}: {base[key]} before, {now[key]} after" for key in other()]
             if alone and not room.jobs:
                 from limosa import gpu
 
@@ -560,9 +566,8 @@ class Run(Fault):
                     or now["blocks of device memory"]
                 ):
                     self.problems.append(f"device memory of nobody: {now}")
-        _until(
-            lambda: not room.strangers(), 3.0
-        )  # one that is being started has its parent's name, until it has its own
+        # One that is being started has its parent's name, until it has its own.
+        _until(lambda: not room.strangers(), LATER)
         if strangers := room.strangers():
             self.problems.append(f"processes of nobody: {strangers}")
         for record in room.suspended_records():

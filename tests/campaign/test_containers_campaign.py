@@ -33,7 +33,7 @@ FOUND = (
 )
 """What failed when more of it was run, one of each cause (docs/reliability.md)."""
 
-pytestmark = [pytest.mark.criu, pytest.mark.slow]
+pytestmark = [pytest.mark.criu, pytest.mark.slow, pytest.mark.whole]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ from containers.runtimes import own_folders
 from soft_node import Node
 from test_containers_to_disk import until
 
-from limosa.cdi import runtimes
+from limosa.cdi import runtimes, switch
+from limosa.native.build import compilers
 from limosa.start import SYSTEM
 
 RUNTIMES = ("podman", "dockerd", "containerd", "crio")
@@ -30,9 +33,9 @@ def ask(node: Node, engines: Engines, tmp_path: Path) -> Ask:
         if os.path.isfile(path):
             node.run(["mount", "--bind", "/dev/null", path])  # this machine's own are none of the test's
 
-    def go(*names: str, fix: bool = False, **scripts: str) -> dict[str, Any]:
-        """``scripts``: programs that are not fetched here, by what they print."""
-        programs = tmp_path / "-".join([*names, *scripts])
+    def go(*names: str, fix: bool = False, path: Path | None = None, **scripts: str) -> dict[str, Any]:
+        """``scripts``: programs that are not fetched here, by what they print; ``path``: a folder of programs."""
+        programs = path or tmp_path / "-".join([*names, *scripts])
         programs.mkdir(exist_ok=True)
         for name in names:
             if not (programs / name).exists():
@@ -155,17 +158,39 @@ def test_what_its_owner_has_said_to_docker_stays(ask: Ask, node: Node, there: st
     assert node.run(["sh", "-c", f"ls -lA /etc/docker; cat {DAEMON}"]).stdout == before
 
 
+DOCKERD = """
+#include <stdio.h>
+#include <unistd.h>
+
+int main(int n, char **words)
+{
+    puts("Docker version 27.1.1, build 6312585");
+    return n > 2 && words[2][0] ? pause() : 0;
+}
+"""
+
+
 @pytest.mark.parametrize("word", ["--feature=cdi=true", "--config-file=/opt/daemon.json"])
-def test_a_docker_that_has_it_said_elsewhere_is_left_alone(ask: Ask, node: Node, word: str) -> None:
-    """With features by words and in the file it would not start again."""
+def test_a_docker_that_has_it_said_elsewhere_is_left_alone(ask: Ask, node: Node, tmp_path: Path, word: str) -> None:
+    """With features by words and in the file it would not start again. Who only calls himself so has no say."""
     node.run(["rm", "-rf", "/etc/docker"])
-    running = node.popen(["bash", "-c", f'exec -a dockerd sh -c "sleep 1000; :" {word}'])
-    until(lambda: Path(f"/proc/{running.pid}/cmdline").read_bytes().startswith(b"dockerd"))
-    assert "its feature cdi is off" in ask(dockerd=DOCKER_27, fix=True)["detail"]
+    program = tmp_path / "real" / "dockerd"
+    program.parent.mkdir()
+    compiler = [*compilers()[0], "-xc", "-", "-o", str(program)]
+    subprocess.run(compiler, input=DOCKERD, text=True, check=True)
+    running = node.popen([str(program), word, "-D"], stdout=subprocess.DEVNULL)
+    until(lambda: Path(f"/proc/{running.pid}/exe").readlink() == program)
+    found = ask(path=program.parent, fix=True)
+    assert f"its feature cdi is off, and process {running.pid} has a configuration of its own" in found["detail"]
+    assert "doctor --fix, or /etc/docker" not in found["fix"]
     node.run(["ls", "/etc/docker"], rc=2)
     running.kill()
     running.wait(60)
-    assert "from its next start on" in ask(dockerd=DOCKER_27, fix=True)["detail"]
+    another = node.popen(["bash", "-c", f'exec -a dockerd sh -c "sleep 1000; :" {word}'])
+    until(lambda: Path(f"/proc/{another.pid}/cmdline").read_bytes().startswith(b"dockerd"))
+    assert "from its next start on" in ask(path=program.parent, fix=True)["detail"]
+    another.kill()
+    another.wait(60)
 
 
 TOML = "/etc/containerd/config.toml"
@@ -189,6 +214,60 @@ def test_a_containerd_without_a_configuration_gets_one(ask: Ask, node: Node) -> 
     assert node.run(["cat", TOML]).stdout == "version = 2\n"
 
 
+@pytest.fixture
+def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> runtimes.Runtime:
+    """One that says nothing of CDI in a file of the test's."""
+    monkeypatch.setattr(switch, "trusted", lambda _: True)
+    return runtimes.Runtime("Docker", "27.1.1", "its feature cdi is off", unsaid=tmp_path / "daemon.json")
+
+
+def test_a_configuration_that_somebody_writes_meanwhile_is_his(
+    docker: runtimes.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, sync = docker.unsaid, os.fsync
+    assert path is not None
+
+    def meanwhile(fd: int) -> None:
+        sync(fd)
+        path.write_text('{"data-root": "/srv"}')
+
+    for before in ("", "{}"):
+        path.unlink(missing_ok=True)
+        if before:
+            path.write_text(before)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", meanwhile)
+            with pytest.raises(OSError, match=r"exists|meanwhile"):
+                switch.switch_on(docker)
+        assert path.read_text() == '{"data-root": "/srv"}'
+        assert os.listdir(path.parent) == [path.name]
+
+
+def test_one_that_is_not_heeded_is_taken_back_unless_it_is_somebody_elses_by_now(
+    docker: runtimes.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = docker.unsaid
+    assert path is not None
+    monkeypatch.setattr(switch, "looked_at", lambda _: docker)
+    assert not switch.switch_on(docker)
+    assert not path.exists()
+    monkeypatch.setattr(switch, "looked_at", lambda _: path.write_text("{ }") and docker)
+    assert not switch.switch_on(docker)
+    assert path.read_text() == "{ }"
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"x": "\\ud800"}', '{"x": "\\udc80"}', '{"x": "' + "y" * (1 << 20) + '"}']
+)
+def test_what_is_no_plain_json_stays_and_ends_nothing(docker: runtimes.Runtime, text: str) -> None:
+    path = docker.unsaid
+    assert path is not None
+    path.write_text(text)
+    with contextlib.suppress(OSError):
+        assert not switch.switch_on(docker)
+    assert path.read_text() == text
+
+
 # CRI-O is in no package here, and of Docker there is one version: others are told by the words that they print.
 
 
@@ -196,6 +275,7 @@ def test_a_containerd_without_a_configuration_gets_one(ask: Ask, node: Node) -> 
     ("said", "config", "problem"),
     [
         ("Docker version 24.0.7, build afdd53b", None, "24.0.7 knows no CDI"),
+        ("Docker version 27.1.1, build 6312585", "[" * 100_000, "cannot be read as JSON"),
         ("Docker version 27.1.1, build 6312585", None, "its feature cdi is off"),
         ("Docker version 27.1.1, build 6312585", '{"features": {"cdi": true}}', ""),
         ("Docker version 28.5.0, build 1", None, ""),

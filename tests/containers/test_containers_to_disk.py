@@ -1000,6 +1000,20 @@ def test_a_terminal_of_runcs_is_refused_and_the_job_goes_on(desk_of: Callable[[s
         until(lambda: b"step 3 " in said.read(4096))
 
 
+def test_a_bundle_that_has_a_terminal_by_now_is_refused_before_a_restore(desk_of: Callable[[str], Desk]) -> None:
+    desk = desk_of("runc")
+    one = desk.job()
+    one.goes_on()
+    desk.checkpoint(one)
+    path = desk.runtime.place / one.name / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "process": {**config["process"], "terminal": True}}))
+    assert desk.restore(rc=23)["error"]["id"] == "container-terminal"
+    path.write_text(json.dumps({**config, "process": {**config["process"], "terminal": None}}))  # runc takes it for no
+    desk.restore()
+    desk.back().goes_on()
+
+
 def test_a_clone_with_the_machines_network_is_refused_where_the_port_is_taken(desk_of: Callable[[str], Desk]) -> None:
     desk = desk_of("podman")
     with socket.socket() as free:

@@ -88,13 +88,13 @@ def test_ranks_that_the_shim_does_not_look_after_are_moved_by_the_driver(soft: C
 
 @pytest.mark.parametrize("step", ["communicators begin", "lock done", "unlock done"])
 def test_limosa_is_killed_while_they_stand_still(soft: Callable[..., Any], step: str) -> None:
-    """``recover`` has them go on."""
+    """``recover`` has them go on, or its worker has by then."""
     node = soft(gpus=2, memory="512MiB")
     job = Job(node, 2, 1, SMALL, "--threads")
     limosa = node.later("move", job.pid, *SWAP, halts=step)
     node.reaches(limosa, step)
     node.kill("limosa", limosa)
-    assert [one["exit_code"] for one in node.limosa("recover", "-o", "json").json["recovered"]] == [0]
+    assert {one["exit_code"] for one in node.limosa("recover", "-o", "json").json["recovered"]} <= {0}
     job.goes_on()
     node.says(0, "", "move", job.pid, *SWAP)
     job.goes_on()

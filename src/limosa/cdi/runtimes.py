@@ -23,7 +23,8 @@ _VERSION = re.compile(r"\bv?(\d+)\.(\d+)(?:\.(\d+))?")
 _SWITCH = re.compile(r"^\s*enable_cdi\s*=\s*(true|false)", re.MULTILINE)
 _DIRS = re.compile(r"^\s*cdi_spec_dirs\s*=\s*\[([^\]]*)\]", re.MULTILINE)
 _QUOTED = re.compile(r"[\"']([^\"']*)[\"']")
-_MOST = 1 << 20
+MOST_BYTES = 1 << 20
+"""Of a configuration."""
 
 # The first versions that know CDI, and of Docker the first that has it switched on.
 PODMAN, CONTAINERD, CRIO = (4, 1, 0), (1, 7, 2), (1, 23, 0)
@@ -78,7 +79,7 @@ def _docker(config: Path | None = None) -> Runtime | None:
         told = json.loads(_text(config) or "{}")
         on = told.get("features", {}).get("cdi")
         folders = tuple(map(str, told.get("cdi-spec-dirs") or FOLDERS))
-    except (ValueError, AttributeError, TypeError):
+    except (ValueError, AttributeError, TypeError, RecursionError):
         return found._replace(problem=f"{config} cannot be read as JSON", hint=f"mend {config}")
     if found.problem:
         return found
@@ -153,7 +154,7 @@ def _says(name: str, *arguments: str) -> str | None:
         ran = start.run([program, *arguments], capture_output=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return ran.stdout[:_MOST].decode(errors="replace") if ran.returncode == 0 else ""
+    return ran.stdout[:MOST_BYTES].decode(errors="replace") if ran.returncode == 0 else ""
 
 
 def _version(said: str) -> Version | None:
@@ -169,6 +170,6 @@ def _text(path: Path) -> str | None:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         with open(fd, encoding="utf-8", errors="replace") as file:
-            return file.read(_MOST)
+            return file.read(MOST_BYTES)
     except OSError:
         return None

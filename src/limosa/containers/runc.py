@@ -57,7 +57,7 @@ class _Mount(msgspec.Struct):
 
 
 class _Process(msgspec.Struct):
-    terminal: bool = False
+    terminal: bool | None = None
 
 
 class _Root(msgspec.Struct):
@@ -85,6 +85,12 @@ class Spec(msgspec.Struct):
     def root_of(self, bundle: str) -> list[str]:
         """Return its root file system, in words; none where that is read-only."""
         return [] if self.root.readonly or not self.root.path else bound(os.path.join(bundle, self.root.path))
+
+    def against(self) -> list[tuple[str, str]]:
+        """Return what of it keeps its container from coming back."""
+        if self.process is None or not self.process.terminal:
+            return []
+        return [("container-terminal", "it has a terminal, and nobody would take it at a restore")]
 
     def namespaces(self) -> dict[str, str]:
         """Return the namespaces that it has: kind → path of the one that it joins, or ""."""
@@ -118,8 +124,7 @@ class Runc(Runtime):
             against.append(("container-bundle", text))
         else:
             against += joined_namespaces(namespaces)
-            if spec.process is not None and spec.process.terminal:
-                against.append(("container-terminal", "it has a terminal, and nobody would take it at a restore"))
+            against += spec.against()
         return Contained(
             id=state.id,
             name=state.id,
@@ -161,6 +166,8 @@ class Runc(Runtime):
         elif other := self._in_cgroup(spec.cgroup):
             text = f"container {other} lives in the control group that {place}/config.json names, {spec.cgroup}"
             found.append(("container-bundle", text, "give its config.json another linux.cgroupsPath"))
+        else:
+            found += [(id_, f"{place}/config.json: {text}", "a bundle without one") for id_, text in spec.against()]
         return found
 
     def bundle_of(self, record: ContainerRecord, bundle: str) -> str:

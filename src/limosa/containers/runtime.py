@@ -202,7 +202,7 @@ class Runtime(ABC):
             as well, once it has been made.
         """
         del bundle
-        ports = [f"port {port}" for port in [*record.ports, *record.published][:_MOST_PORTS]]
+        ports = [f"port {port}" for port in [*record.published[:_MOST_PORTS], *record.ports[:_MOST_PORTS]]]
         return [f"container {self.name}:{name}", *ports], []
 
     def taken_since(self, record: ContainerRecord, name: str, bundle: str) -> list[tuple[str, str, str]]:

@@ -37,7 +37,7 @@ _STANDARD = (0, 1, 2)
 _DRIVERS = "/dev/nvidia"
 _LISTENS = b"0A"
 _MOST_SOCKETS = 1 << 20  # of a table; those that listen come first in it
-_MOST_SAID = 16  # ports
+_MOST_SAID, _MOST_TRIED = 16, 2000  # ports
 _SAID = {
     errno.EADDRINUSE: ("port-taken", "somebody has it", "end who has it (ss -lntup)"),
     errno.EADDRNOTAVAIL: ("address-missing", "it does not have that address", "give it the address (ip address add)"),
@@ -161,10 +161,13 @@ def return_reasons(record: ContainerRecord, name: str | None, bundle: str | None
 def _of_ports(record: ContainerRecord) -> list[Reason]:
     """Ports of the machine that are the container's, and addresses that the machine does not have."""
     against = [(str(port), errno.EADDRINUSE) for port in sorted(listened_on(record.ports))]
-    against += [(word, one.against()) for word in record.published if (one := Published.of(word)) is not None]
+    for word in record.published[:_MOST_TRIED]:
+        one = Published.of(word)
+        if one is not None and (code := one.against()) in _SAID:
+            against.append((word, code))
     another = ", or name another (--publish)" if record.network == PRIVATE else ""
     found = []
-    for port, code in [one for one in against if one[1] in _SAID][:_MOST_SAID]:
+    for port, code in against[:_MOST_SAID]:
         id_, why, hint = _SAID[code]
         text = f"port {port} of the machine is the container's, and {why}"
         found.append(Reason(id=id_, text=text, exit_code=23, hint=hint + another))

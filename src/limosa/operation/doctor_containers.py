@@ -6,13 +6,14 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 
-from limosa import cdi
+from limosa import cdi, start
 from limosa.cdi import place
 from limosa.cdi.runtimes import Runtime, looked_at, runtimes
 from limosa.cdi.switch import switch_on
 from limosa.containers.calls import command_lines
 from limosa.errors import LimosaError
 from limosa.operation.doctor_gpu import Check, ok, warn
+from limosa.process.namespaces import is_ours
 
 _NEEDS_ROOT = "sudo limosa doctor --fix, or: sudo limosa cdi"
 
@@ -48,11 +49,13 @@ def containers(*, fix: bool, log: Callable[[str], None]) -> Check:
 
 def _switched_on(one: Runtime, log: Callable[[str], None]) -> Runtime:
     """A runtime as it is once CDI was switched on, where that could be done; it has to be started again then."""
-    if one.unsaid is None or _told_otherwise(one.name):
+    if one.unsaid is None:
         return one
+    if pid := _told_otherwise(one.name):
+        return one._replace(problem=f"{one.problem}, and process {pid} has a configuration of its own", unsaid=None)
     try:
         if not switch_on(one):
-            return one
+            return one._replace(unsaid=None)
     except OSError as error:
         return one._replace(problem=f"{one.problem} ({error})")
     log(f"wrote {one.unsaid}: CDI is on; {one.name} was not restarted")
@@ -62,19 +65,20 @@ def _switched_on(one: Runtime, log: Callable[[str], None]) -> Runtime:
     return now._replace(problem="; ".join(filter(None, problems)), hint="; ".join(filter(None, hints)))
 
 
-def _told_otherwise(name: str) -> bool:
-    """Whether a daemon that runs here reads another file, or has been given features, which may be in one place."""
-    program, ours = {"Docker": "dockerd"}.get(name, name), os.stat("/etc")
+def _told_otherwise(name: str) -> int:
+    """The daemon that runs here and reads another file, or has been given features, which may be in one place; or 0."""
+    program = start.program({"Docker": "dockerd"}.get(name, name))
     for pid, words in command_lines():
+        options = {word.lstrip("-").partition("=")[0] for word in words[1:] if word.startswith("-")}
         with contextlib.suppress(OSError):
-            options = {word.partition("=")[0] for word in words[1:]}
             if (
-                os.path.basename(words[0]) == program
-                and options & {"--feature", "--config-file", "--config", "-c"}
-                and os.path.samestat(os.stat(f"/proc/{pid}/root/etc"), ours)
+                options & {"feature", "config-file", "config", "c"}
+                and is_ours(pid, "pid")  # a container's is not asked for its files, which may never answer
+                and program is not None
+                and os.readlink(f"/proc/{pid}/exe") == os.path.realpath(program)
             ):
-                return True
-    return False
+                return pid
+    return 0
 
 
 def spec_problem() -> str:

@@ -310,15 +310,21 @@ def _going(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Recovered
                 container_gpus.tell_as_found(alive, header.configured)
             return entry_of(dead, did=finished.did, state=finished.state)
     home = partial(driver_steps.bring_back, driver, header.members, dead, header.id, progress)
-    if parked:
-        go_back(dead, home)
-    else:
-        home()
+    suspended: LeftSuspended | None = None
+    try:
+        if parked:
+            go_back(dead, home)
+        else:
+            home()
+    except LeftSuspended as error:  # another job of the same operation may run
+        suspended = error
     for step in reversed(verb_of(header.operation).steps):
         step.mend(left)
-    state = journal.common_state(alive)
-    for root in header.roots if state == JobState.RUNNING else ():
-        record = SuspendRecord.of(root)
+    if suspended is not None:
+        raise suspended
+    for root in header.roots:
+        ran = journal.common_state(m for m in alive if (m.root or m.pid) == root.pid) == JobState.RUNNING
+        record = SuspendRecord.of(root) if ran else None
         if record is not None and record.since >= header.since:  # of an undo that left it suspended, and failed later
             record.forget()
-    return entry_of(dead, did="undid it", state=state)
+    return entry_of(dead, did="undid it", state=journal.common_state(alive))

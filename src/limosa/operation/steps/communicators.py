@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
+from limosa import gpu
 from limosa.errors import LimosaError
 from limosa.gpu import State
 from limosa.operation import driver_steps
 from limosa.operation.communicators import closing
 from limosa.operation.communicators.meeting import Said
-from limosa.operation.journal import Noted, Phase
+from limosa.operation.journal import Member, Noted, Phase
 from limosa.operation.parked import recovering
 from limosa.operation.step import NOTHING, Finished, Left, Op, Shape, Step, free, unsaid
 from limosa.operation.steps.on_gpus import OnGpus
+from limosa.parking.shim import Shim
 from limosa.terms import JobState
 
 CLOSING, MAKING = 0.3, 0.05
@@ -31,9 +34,7 @@ class _OfRanks(Step[OnGpus], abstract=True):
     def undo(self, op: OnGpus) -> None:
         """The communicators are made again, and all ranks go on; those of a job that stays suspended stay closed."""
         if op.met:
-            living = [m for m in op.ranks if m.identity.alive()]
-            asleep = {m.root for m in living if driver_steps.settled_state(op.work.driver, m.pid) == State.CHECKPOINTED}
-            closing.back([m for m in living if m.root not in asleep], op.shims)
+            _back(op.work.driver, op.ranks, op.shims)
 
 
 class WayBackOfCommunicators(_OfRanks):
@@ -81,7 +82,23 @@ class CloseCommunicators(_OfRanks):
 
     def mend(self, left: Left) -> None:
         if left.dead.began(Noted.COMMUNICATORS):
-            closing.back([member for member in left.alive if member.was != State.CHECKPOINTED])
+            _back(left.driver, [member for member in left.alive if member.was != State.CHECKPOINTED])
+
+
+def _back(driver: gpu.Driver, ranks: Sequence[Member], shims: Mapping[int, Shim] = MappingProxyType({})) -> None:
+    """Makes again those of jobs that run. One that the driver does not speak of keeps no other job's closed."""
+    living, asleep = [m for m in ranks if m.identity.alive()], set()
+    untold: LimosaError | None = None
+    for member in living:
+        try:
+            if driver_steps.settled_state(driver, member.pid) == State.CHECKPOINTED:
+                asleep.add(member.root)
+        except LimosaError as error:
+            asleep.add(member.root)
+            untold = untold or error
+    closing.back([m for m in living if m.root not in asleep], shims)
+    if untold is not None:
+        raise untold
 
 
 def _meets(saids: Sequence[Said]) -> bool:

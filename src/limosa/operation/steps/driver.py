@@ -224,11 +224,11 @@ class StaySuspended(Step[OnGpus]):
     def goes_on(self, left: Left) -> Finished | None:
         header, dead = left.dead.header, left.dead
         living = [root for root in header.roots if root.alive()]
-        if living:
-            record = SuspendRecord.of(living[0], whole=True)
-            if record is None or record.since < header.since:
-                return None
-            release = record.release
+        records = [r for root in living if (r := SuspendRecord.of(root, whole=True)) and r.since >= header.since]
+        if len(records) < len(living):
+            return None
+        if records:
+            release = records[0].release
         elif dead.began(Noted.UNDO) or dead.began(Noted.RESTORE_HOME):
             return None
         else:  # a process that has ended has no record; those that it has left behind may be suspended all the same
