@@ -114,8 +114,10 @@ for _name in ("libcuda.so.1", "libnccl.so.2"):
     ctypes.CDLL(_name, ctypes.RTLD_GLOBAL)
 libcuda, libnccl = ctypes.CDLL(None), ctypes.CDLL(None)
 for _function, _types in _ARGUMENTS.items():
-    getattr(libnccl, _function).argtypes = _types
-libnccl.ncclTeamWorld.argtypes, libnccl.ncclTeamWorld.restype = [_HANDLE], Team
+    if hasattr(libnccl, _function):  # the real one lacks some
+        getattr(libnccl, _function).argtypes = _types
+if hasattr(libnccl, "ncclTeamWorld"):
+    libnccl.ncclTeamWorld.argtypes, libnccl.ncclTeamWorld.restype = [_HANDLE], Team
 libnccl.ncclGetErrorString.restype = c_char_p
 libnccl.ncclGetLastError.restype = c_char_p
 libnccl.ncclGetLastError.argtypes = [c_void_p]

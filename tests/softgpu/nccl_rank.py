@@ -17,6 +17,7 @@ which it is, the CRC of the numbers, the time. Two runs that nobody disturbed ha
     --capture        each step begins with a collective on a stream that is captured, which is refused
     --graph          a broadcast was captured, where a rule has NCCL in software accept it
     --register       memory is registered, and must be at the end
+    --split-in-group a split is there at the end of a group
     --shrink         all ranks but the last also have one that was shrunk from another, which is kept or ended
     --barrier-every  a barrier at the store: ranks wait on the host
     --skew           each rank is late by up to so much, differently in each step
@@ -150,11 +151,16 @@ class Rank:
 
     def split(self, world: int) -> int:
         """A communicator of the ranks of the same parity."""
-        comm = ctypes.c_void_p()
+        comm, grouped = ctypes.c_void_p(), self.options.split_in_group
+        if grouped:
+            nccl.nccl("ncclGroupStart")
         code = nccl.raw(
             "ncclCommSplit", world, self.rank % 2, self.rank, ctypes.byref(comm), ctypes.byref(self.config("parity"))
         )
-        return self.ready(int(comm.value or 0), code)
+        if grouped:
+            code = nccl.raw("ncclGroupEnd")
+        self.done(world, code)  # until then there is none
+        return self.ready(int(comm.value or 0), nccl.async_error(int(comm.value or 0)))
 
     def shrink(self, key: str) -> int:
         """A communicator of all ranks but the last, which has none (0), shrunk from one of all."""
@@ -162,18 +168,22 @@ class Rank:
         if self.rank != last:
             comm, excluded, config = ctypes.c_void_p(), ctypes.c_int(last), self.config(key)
             made = ctypes.byref(excluded), 1, ctypes.byref(comm), ctypes.byref(config), 0
-            code = nccl.raw("ncclCommShrink", every, *made)
-            shrunk = self.ready(int(comm.value or 0), code)
+            self.done(every, nccl.raw("ncclCommShrink", every, *made))
+            shrunk = self.ready(int(comm.value or 0), nccl.async_error(int(comm.value or 0)))
         if self.options.shrink == "ended":
             self.destroy(every)
         return shrunk
 
-    def ready(self, comm: int, code: int) -> int:
+    def done(self, comm: int, code: int) -> None:
+        """Waits until what was begun on it has come to its end."""
         while code == nccl.IN_PROGRESS:
             time.sleep(0.001)
             code = nccl.async_error(comm)
         if code != nccl.SUCCESS:
             raise Ended(f"{code}: {nccl.libnccl.ncclGetLastError(None).decode()}")
+
+    def ready(self, comm: int, code: int) -> int:
+        self.done(comm, code)
         if self.watchdog:
             self.watchdog.add(comm)
         return comm
@@ -353,6 +363,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--late", help="a file: all but rank 0 begin once it is there")
     ways = (
         "p2p groups threads nonblocking capture operators watchdog anew register window memory graph newer abort named"
+        " split-in-group"
     )
     for name in ways.split():
         parser.add_argument(f"--{name}", action="store_true")

@@ -180,6 +180,23 @@ def test_an_init_that_does_not_block(apart: Ranks) -> None:
     assert apart.each("destroy()") == [0, 0]
 
 
+def test_a_split_that_does_not_block_has_no_handle_before_it_is_done(apart: Ranks) -> None:
+    """Its parent is in progress as long."""
+    unique = apart.far[0]("unique()")
+    apart.each(f"init_aside({unique!r})")
+    for far in apart.far:
+        until(lambda far=far: far("N.async_error(W.comm)") == 0)
+    apart.each("W.made = ctypes.c_void_p()")
+    split = "result('ncclCommSplit', W.comm, 0, {}, ctypes.byref(W.made), None)"
+    assert apart.far[0](split.format(0)) == IN_PROGRESS
+    time.sleep(0.2)
+    assert apart.far[0]("[W.made.value, N.async_error(W.comm)]") == [None, IN_PROGRESS]
+    assert apart.far[1](split.format(1)) == IN_PROGRESS
+    for far in apart.far:
+        until(lambda far=far: far("N.async_error(W.comm)") == 0)
+        assert far("N.number('ncclCommCount', W.made.value)") == 2
+
+
 def test_an_init_whose_peer_does_not_come_is_aborted(apart: Ranks) -> None:
     far = apart.far[0]
     blocks = apart.node.blocks()

@@ -187,7 +187,7 @@ void *comms_made(struct comm *comm, void *real)
 {
     comms_lock();
     atomic_store(&comm->real, real);
-    comm->handle = new_handle(comm, real);
+    comm->handle = new_handle(comm, real ? real : comm);
     bool well = remember(comm);
     changes++;
     comms_unlock();

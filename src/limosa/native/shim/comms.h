@@ -45,6 +45,7 @@ struct comm {
     struct comm *next; /* in the order in which they were made; never taken out */
     void *handle;
     void *_Atomic real; /* NULL: not made yet, closed, or at its end */
+    void *_Atomic coming; /* where NCCL writes that of a split or a shrink: maybe long after the call, at a group's end */
     struct comm_id id;
     uint64_t number, children;
     int rank, ranks, device;
@@ -80,7 +81,7 @@ struct nccl_config *comms_copy(const struct nccl_config *config); /* with its te
 /* NULL: no communicator of the application's. Takes no lock. */
 struct comm *comms_find(const void *handle);
 struct comm *comms_new(struct comm_id id, int ranks, int rank, const struct nccl_config *config);
-/* The real one is there: from here on the application can name it. Returns what it is to have. */
+/* The real one is there, or is coming (NULL): from here on the application can name it. Returns what it is to have. */
 void *comms_made(struct comm *comm, void *real);
 void comms_ended(struct comm *comm);
 /* What cannot be counted, as a communicator that is to be made: let through where some rank has made it already. */

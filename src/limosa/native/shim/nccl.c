@@ -554,10 +554,18 @@ EXPORT int ncclGroupSimulateEnd(void *information)
 
 /* ---- communicators come ---- */
 
+/* One that was coming may be there; what it is now. */
+static void *arrived(struct comm *comm)
+{
+    if (comm->joining && !atomic_load(&comm->real))
+        atomic_store(&comm->real, atomic_load(&comm->coming));
+    return atomic_load(&comm->real);
+}
+
 /* What is known only when it is there; with the gate entered. */
 static void settle(struct comm *comm)
 {
-    void *behind = atomic_load(&comm->real);
+    void *behind = arrived(comm);
 
     if (!behind || !comm->joining)
         return;
@@ -580,10 +588,20 @@ static void settle_all(struct comm *comm)
             settle(child);
 }
 
-/* A communicator has come, or is coming (IN_PROGRESS), or has not. */
+/* What was to be split from it does not come. */
+static void forget_coming(const struct comm *comm)
+{
+    for (struct comm *child = comms_first(); child; child = child->next)
+        if (child->parent == comm && child->joining && !atomic_load(&child->real) && !atomic_load(&child->coming))
+            comms_ended(child);
+}
+
+/* A communicator has come, or is coming (IN_PROGRESS; of a split in a group: not before its end), or has not. */
 static int made(struct comm *comm, void **handle, void *behind, int result)
 {
-    if ((result != NCCL_SUCCESS && result != NCCL_IN_PROGRESS) || !behind) {
+    bool later = comm->parent && (result == NCCL_IN_PROGRESS || (result == NCCL_SUCCESS && group.n));
+
+    if ((result != NCCL_SUCCESS && result != NCCL_IN_PROGRESS) || (!behind && !later)) {
         comms_ended(comm);
         if (!result && handle)
             *handle = behind;
@@ -713,6 +731,14 @@ EXPORT int ncclCommInitAll(void **handles, int n, const int *devices)
     return result;
 }
 
+static int come_from(struct comm *parent, struct comm *comm, struct step *step, void **handle, int result)
+{
+    comm->context = parent->context;
+    comm->parent = parent;
+    step->words[0] = (word)(uintptr_t)comm;
+    return made(comm, handle, atomic_load(&comm->coming), result);
+}
+
 struct split {
     void **handle;
     int color, key;
@@ -725,20 +751,19 @@ static int split_now(struct step *step)
     struct comm *parent = step->comm;
     uint64_t nth = parent->children++;
     struct comm_id id = comm_id_mix(comm_id_mix(parent->id, &nth, sizeof nth), &split->color, sizeof split->color);
-    void *behind = NULL, *from = atomic_load(&parent->real);
-    int result = from ? nccl(ncclCommSplit)(from, split->color, split->key, &behind, split->config) : NCCL_REMOTE_ERROR;
-
-    if (split->color == NCCL_NO_COLOR || (result != NCCL_SUCCESS && result != NCCL_IN_PROGRESS)) {
-        *split->handle = behind;
-        return result;
-    }
     struct comm *comm = comms_new(id, 0, -1, split->config ? split->config : parent->config);
+    void *from = atomic_load(&parent->real);
+
+    *split->handle = NULL;
     if (!comm)
         return NCCL_SYSTEM_ERROR;
-    comm->context = parent->context;
-    comm->parent = parent;
-    step->words[0] = (word)(uintptr_t)comm;
-    return made(comm, split->handle, behind, result);
+    int result = from ? nccl(ncclCommSplit)(from, split->color, split->key, (void **)&comm->coming, split->config)
+                      : NCCL_REMOTE_ERROR;
+    if (split->color == NCCL_NO_COLOR) {
+        comms_ended(comm);
+        return result;
+    }
+    return come_from(parent, comm, step, split->handle, result);
 }
 
 EXPORT int ncclCommSplit(void *handle, int color, int key, void **new, struct nccl_config *config)
@@ -769,23 +794,19 @@ static int shrink_now(struct step *step)
     struct comm *parent = step->comm;
     uint64_t nth = parent->children++;
     struct comm_id id = comm_id_mix(comm_id_mix(parent->id, &nth, sizeof nth), "shrink", 6);
-    void *behind = NULL, *from = atomic_load(&parent->real);
-    int result = from ? nccl(ncclCommShrink)(from, shrink->excluded, shrink->n, &behind, shrink->config, shrink->flags)
-                      : NCCL_REMOTE_ERROR;
-
-    if (result != NCCL_SUCCESS && result != NCCL_IN_PROGRESS) {
-        *shrink->handle = behind;
-        return result;
-    }
-    /* Those who were left out have counted less on it than the others. */
-    atomic_store(&parent->strange, "ncclCommShrink");
     struct comm *comm = comms_new(id, 0, -1, shrink->config ? shrink->config : parent->config);
+    void *from = atomic_load(&parent->real);
+
+    *shrink->handle = NULL;
     if (!comm)
         return NCCL_SYSTEM_ERROR;
-    comm->context = parent->context;
-    comm->parent = parent;
-    step->words[0] = (word)(uintptr_t)comm;
-    return made(comm, shrink->handle, behind, result);
+    int result = from
+        ? nccl(ncclCommShrink)(from, shrink->excluded, shrink->n, (void **)&comm->coming, shrink->config, shrink->flags)
+        : NCCL_REMOTE_ERROR;
+    /* Those who were left out have counted less on it than the others. */
+    if (result == NCCL_SUCCESS || result == NCCL_IN_PROGRESS)
+        atomic_store(&parent->strange, "ncclCommShrink");
+    return come_from(parent, comm, step, shrink->handle, result);
 }
 
 EXPORT int ncclCommShrink(void *handle, int *excluded, int n, void **new, struct nccl_config *config, int flags)
@@ -921,12 +942,16 @@ EXPORT int ncclCommGetAsyncError(void *handle, int *answer)
     *answer = NCCL_SUCCESS;
     if (!comms_ask())
         return NCCL_SUCCESS;
-    void *behind = atomic_load(&comm->real);
+    void *behind = arrived(comm);
     int result = behind ? nccl(ncclCommGetAsyncError)(behind, answer) : NCCL_SUCCESS;
     if (!behind && comm->closed)
         *answer = NCCL_REMOTE_ERROR; /* it was closed, and could not be made again */
+    else if (!behind && comm->joining)
+        *answer = NCCL_IN_PROGRESS;
     if (behind && !result && *answer == NCCL_SUCCESS)
         settle_all(comm);
+    else if (behind && !result && *answer != NCCL_IN_PROGRESS)
+        forget_coming(comm);
     comms_leave();
     return result;
 }

@@ -127,6 +127,7 @@ struct comm {
     bool imported[MOST_RANKS]; /* which of them came from other processes */
     char *data[MOST_RANKS]; /* by which data really goes: these, or shared->buffers */
     uint64_t splits, shrinks;
+    atomic_int splitting; /* splits of it that do not block and are under way: it is in progress as long */
     bool joined; /* shared->members[rank] is ours */
 
     pthread_mutex_t launching;

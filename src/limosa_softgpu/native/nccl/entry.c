@@ -95,7 +95,8 @@ static ncclResult_t state_of(struct comm *comm)
             comm->async = (int)atomic_load(&comm->shared->error);
         comm_leave(comm);
     }
-    return (ncclResult_t)comm->async;
+    ncclResult_t state = (ncclResult_t)comm->async;
+    return state == ncclSuccess && atomic_load(&comm->splitting) > 0 ? ncclInProgress : state;
 }
 
 EXPORT ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *error)
@@ -221,7 +222,8 @@ static ncclResult_t begin(struct start start, const char *name, int n, int rank,
     comm->async = ncclInProgress;
     start.comm = comm;
     comm_list(comm);
-    *start.to = comm;
+    if (!start.parent) /* of a split it is NULL until that is done */
+        *start.to = comm;
     return group_add_start(&start);
 }
 

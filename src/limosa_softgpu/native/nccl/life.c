@@ -147,10 +147,17 @@ static ncclResult_t start_one(struct start *start)
         comm->async = result;
         comm_leave(comm);
     }
+    if (start->parent) {
+        bool made = result == ncclSuccess && start->colour != NCCL_SPLIT_NOCOLOR;
+        __atomic_store_n(start->to, made ? comm : NULL, __ATOMIC_RELEASE);
+        if (!comm->blocking) {
+            if (result != ncclSuccess)
+                start->parent->async = result;
+            atomic_fetch_sub(&start->parent->splitting, 1);
+        }
+    }
     if (start->parent && start->colour == NCCL_SPLIT_NOCOLOR) {
         comm_unlist(comm);
-        if (comm->blocking)
-            *start->to = NULL;
         comm_end(comm);
     } else if (result != ncclSuccess && comm->blocking) {
         *start->to = NULL;
@@ -194,17 +201,21 @@ static ncclResult_t start_aside(const struct start *start)
     if (!starting)
         return ncclSystemError;
     *starting = (struct starting){*start, ncclInProgress, true};
+    if (start->parent)
+        atomic_fetch_add(&start->parent->splitting, 1);
     if (start->colour == NCCL_SPLIT_NOCOLOR && start->parent) { /* no handle, nobody to join it */
         pthread_t thread;
-        *start->to = NULL;
-        if (thread_make(&thread, start_body, starting) != 0)
-            return ncclSystemError;
-        pthread_detach(thread);
-        return ncclInProgress;
+        if (thread_make(&thread, start_body, starting) == 0) {
+            pthread_detach(thread);
+            return ncclInProgress;
+        }
+    } else {
+        comm->threaded = thread_make(&comm->thread, start_body, starting) == 0;
+        if (comm->threaded)
+            return ncclInProgress;
     }
-    comm->threaded = thread_make(&comm->thread, start_body, starting) == 0;
-    if (comm->threaded)
-        return ncclInProgress;
+    if (start->parent)
+        atomic_fetch_sub(&start->parent->splitting, 1);
     free(starting);
     return ncclSystemError;
 }
