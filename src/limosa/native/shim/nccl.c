@@ -615,15 +615,17 @@ static int made(struct comm *comm, void **handle, void *behind, int result)
 
 static void group_ended(int result)
 {
-    if (result)
+    if (result == NCCL_IN_PROGRESS)
         return;
     CUcontext before = current();
     for (size_t i = 0; i < group.n; i++) {
         struct step *step = &group.steps[i];
         struct comm *comm = step->comm;
+        if (result && comm)
+            forget_coming(comm);
         if (step->more && step->words[0]) /* it made one */
             comm = (struct comm *)(uintptr_t)step->words[0];
-        if (comm && comm->joining) {
+        if (!result && comm && comm->joining) {
             if (step->context)
                 comm->context = step->context;
             settle(comm);
