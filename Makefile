@@ -63,13 +63,14 @@ check:
 	@$(READY_TEST)
 	$(PYTEST) -q $(SIDE_BY_SIDE) $(NODES) -m "not (gpu or criu or root or slow or network or conformance)"
 
-# Those that need CRIU or take long, each process in a network of its own; the driver's answers; what fetches packages.
+# Those that need CRIU or take long, each process in a network of its own; the driver's answers and what fetches packages,
+# always whole: they take two minutes.
 test-criu:
 	@$(READY_TEST)
 	if $(SUDO) unshare -n true 2>/dev/null; then side_by_side="$(SIDE_BY_SIDE)"; fi; \
 	$(SUDO) env LIMOSA_TEST_NETWORKS=1 $(PYTEST) -q $$side_by_side $(NODES) --durations=10 -m "(criu or slow) and not (root or gpu or network or conformance)"
-	$(SUDO) $(PYTEST) -q -n 4 --dist loadgroup -m "conformance and not gpu" tests/conformance
-	$(SUDO) $(PYTEST) -q -n 4 --dist loadfile -m "network and not gpu" $(NODES)
+	$(SUDO) env LIMOSA_SHARE= $(PYTEST) -q -n 4 --dist loadgroup -m "conformance and not gpu" tests/conformance
+	$(SUDO) env LIMOSA_SHARE= $(PYTEST) -q -n 4 --dist loadfile -m "network and not gpu" $(NODES)
 
 # Nodes of software GPUs: their own tests, the command line on them, containers on them (what those are made of is fetched
 # once, into build/engines), the fault campaign (nine minutes).

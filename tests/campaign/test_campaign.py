@@ -29,7 +29,7 @@ FOUND = (
 CHUNKS = 28
 SEED = int(os.environ.get("LIMOSA_CAMPAIGN_SEED", "1"))
 
-pytestmark = [pytest.mark.criu, pytest.mark.slow]
+pytestmark = [pytest.mark.criu, pytest.mark.slow, pytest.mark.whole]
 
 
 def sample() -> list[tuple[cases.Case, int]]:

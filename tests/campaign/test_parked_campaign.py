@@ -41,7 +41,7 @@ FOUND = (
 )
 """What failed when all of it was run, one of each cause (docs/reliability.md); the last is a mutant's."""
 
-pytestmark = [pytest.mark.criu, pytest.mark.slow]
+pytestmark = [pytest.mark.criu, pytest.mark.slow, pytest.mark.whole]
 
 
 def sample() -> list[tuple[cases.Case, int]]:

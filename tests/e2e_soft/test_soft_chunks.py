@@ -395,6 +395,7 @@ MOMENTS = {
 KILLS = [(who, verb, moment) for moment in range(5) for who in WHO for verb in MOMENTS]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("who", "verb", "moment"),
     [

@@ -396,6 +396,7 @@ WHO = ("limosa", "limosa-mover", "limosa-vault")
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.whole
 @pytest.mark.parametrize("who", WHO)
 @pytest.mark.parametrize("verb", list(MOMENTS))
 def test_whoever_is_killed_the_job_comes_back(slow: Any, who: str, verb: str) -> None:

@@ -177,7 +177,7 @@ class Rank:
     def done(self, comm: int, code: int) -> None:
         """Waits until what was begun on it has come to its end."""
         while code == nccl.IN_PROGRESS:
-            time.sleep(0.001)
+            time.sleep(0.01)
             code = nccl.async_error(comm)
         if code != nccl.SUCCESS:
             raise Ended(f"{code}: {nccl.libnccl.ncclGetLastError(None).decode()}")
