@@ -541,9 +541,8 @@ class Run(Fault):
             now = self._snapshot()
             return not other()
 
-        if (
-            not alone and room.ground.name == "soft"
-        ):  # some allocate and free all the time; a mover that ends takes a while
+        # Some allocate and free all the time; a mover that ends takes a while.
+        if not alone and room.ground.name == "soft":
             _until(is_as_before, LATER)
         if now.get("requests"):  # the next controller takes away what one that was killed has left
             from limosa.errors import LimosaError

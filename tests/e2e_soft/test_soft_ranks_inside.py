@@ -95,6 +95,7 @@ def test_limosa_is_killed_while_they_stand_still(soft: Callable[..., Any], step:
     node.reaches(limosa, step)
     node.kill("limosa", limosa)
     assert {one["exit_code"] for one in node.limosa("recover", "-o", "json").json["recovered"]} <= {0}
+    assert node.limosa("recover", "-o", "json").json["recovered"] == []
     job.goes_on()
     node.says(0, "", "move", job.pid, *SWAP)
     job.goes_on()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from limosa.cdi.runtimes import MOST_BYTES, Runtime, looked_at
+from limosa.process.runtime import sync_folder
 from limosa.start import trusted
 
 _CONTAINERD = b"""\
@@ -63,7 +64,7 @@ def switch_on(one: Runtime) -> bool:
         return True
     if (there := _there(path)) is not None and _same(there.info, made):  # it does not heed it
         path.unlink()
-        _sync(path.parent)
+        sync_folder(path.parent)
     return False
 
 
@@ -149,7 +150,7 @@ class _Part:
         os.close(self.fd)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
-        _sync(self._folder)
+        sync_folder(self._folder)
 
 
 def _same(now: os.stat_result, then: os.stat_result) -> bool:
@@ -160,11 +161,3 @@ def _same(now: os.stat_result, then: os.stat_result) -> bool:
         then.st_size,
         then.st_mtime_ns,
     )
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

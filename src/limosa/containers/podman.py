@@ -159,6 +159,7 @@ class Podman(Runtime):
             f"it has the host's {k} namespace" for k, m in (("pid", host.pid), ("ipc", host.ipc)) if m == MACHINES
         ]
         secrets = one.config.secrets or []
+        ports, published = _published(host)
         return Contained(
             id=one.id,
             name=one.name,
@@ -171,8 +172,8 @@ class Podman(Runtime):
             run=one.state.started_at,
             ran=one.state.status not in _NEVER_RAN,
             paused=one.state.status == "paused",
-            ports=_published(host)[0],
-            published=_published(host)[1],
+            ports=ports,
+            published=published,
             volumes=tuple(Volume(m.name, m.destination) for m in one.mounts if m.type == "volume" and m.name),
             writes=tuple(word for m in one.mounts for word in m.writes()),
             log=host.log.path,

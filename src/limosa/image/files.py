@@ -25,8 +25,9 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
+_TMPFS, _RAMFS = 0x01021994, 0x858458F6  # statfs(2)
 # Where syncfs(2) does for every file what fsync(2) does: ext2 to ext4, XFS, Btrfs, F2FS, and tmpfs, which has no disk.
-_SYNCED_WHOLE = {0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994}
+_SYNCED_WHOLE = {0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, _TMPFS}
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1  # renameat2(2)
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -177,7 +178,7 @@ def syncs_whole(fd: int) -> bool:
 
 def in_memory(fd: int) -> bool:
     """Whether what is written there is in memory alone (tmpfs, ramfs), and gone with the next boot."""
-    return file_system(fd) in (0x01021994, 0x858458F6)
+    return file_system(fd) in (_TMPFS, _RAMFS)
 
 
 def _owner_of_new(folder: int) -> int:

@@ -499,6 +499,7 @@ static int replay_group(void)
 }
 
 static void group_ended(int result);
+static void forget_coming(const struct comm *comm);
 
 EXPORT int ncclGroupEnd(void)
 {
@@ -547,6 +548,9 @@ EXPORT int ncclGroupSimulateEnd(void *information)
     while (!comms_ask())
         comms_wait();
     int failed = replay_group(), result = nccl(ncclGroupSimulateEnd)(information);
+    for (size_t i = 0; i < group.n; i++)
+        if (group.steps[i].comm)
+            forget_coming(group.steps[i].comm);
     comms_leave();
     forget_group();
     return failed ? failed : result;
