@@ -166,6 +166,18 @@ def test_a_function_that_is_newer_than_the_list_is_refused_by_name(two: Any, tmp
     job.finish()
 
 
+def test_a_rank_that_asks_without_a_pause_is_moved(two: Any, tmp_path: Path) -> None:
+    """Its questions change nothing, and hold nobody up."""
+    source = Path(__file__).parents[1] / "softgpu" / "asking.c"
+    compiler = [*compilers()[0], "-O2", "-shared", "-fPIC", "-pthread", source, "-o", tmp_path / "asking.so"]
+    subprocess.run(compiler, check=True)
+    job = Ranks(two, "--asking", tmp_path / "asking.so")
+    for _ in range(2):
+        two.says(0, "", "move", job.pid, *SWAP)
+        job.goes_on()
+    job.finish()
+
+
 def test_toggled_and_its_memory_alone_put_aside(two: Any) -> None:
     job = Ranks(two, "--elements", 1 << 19, "--register")
     for _ in range(2):

@@ -322,3 +322,29 @@ def test_all_ranks_stop_at_one_point_and_go_on(
         thread.join(LIMIT)
         assert not thread.is_alive()
     assert not model.failed
+
+
+def test_a_question_changes_nothing_and_is_waited_for_at_the_end_alone(libraries: list[Path], tmp_path: Path) -> None:
+    """What is never counted and may wait for others (False: not captured) is inside, as every call."""
+    c = ctypes.CDLL(str(shutil.copy(libraries[0], tmp_path / "own.so")))
+    c.comms_changes.restype = ctypes.c_uint64
+    c.comms_ask.restype = c.comms_shut.restype = c.comms_enter_uncounted.restype = ctypes.c_bool
+    assert c.comms_ask()
+    assert (c.comms_changes(), c.comms_inside()) == (0, 0)
+    c.comms_cut()
+    assert c.comms_enter_uncounted(False)
+    assert c.comms_ask()
+    assert not c.comms_shut()
+    assert c.comms_ask()  # as long as somebody is inside others may come to what he waits for
+    c.comms_leave()
+    assert c.comms_inside() == 0
+    assert not c.comms_shut()
+    assert not c.comms_ask()
+    assert not c.comms_enter_uncounted(False)
+    for _ in range(3):
+        assert not c.comms_shut()
+        c.comms_asked()
+    assert c.comms_shut()
+    assert c.comms_changes() == 1  # the one that left
+    c.comms_open()
+    assert c.comms_ask()

@@ -2,7 +2,7 @@
 
     nccl_rank.py FILE --steps N [--until FILE] [--pause MS] [--elements N] [--p2p] [--groups] [--threads]
                       [--nonblocking] [--capture] [--barrier-every N] [--skew MS] [--watchdog [--patience S]]
-                      [--register] [--shrink kept|ended]
+                      [--register] [--shrink kept|ended] [--asking LIBRARY]
 
 Every step all-reduces the numbers of all ranks, and of those of the same parity (a communicator of ncclCommSplit), and
 makes the next numbers from the sums. That can be undone: it is modulo 2^32, one's own are taken five times, those of
@@ -22,6 +22,7 @@ which it is, the CRC of the numbers, the time. Two runs that nobody disturbed ha
     --barrier-every  a barrier at the store: ranks wait on the host
     --skew           each rank is late by up to so much, differently in each step
     --watchdog       a thread asks for asynchronous errors all the time, and ends the rank with 3 when there is one
+    --asking         a library (asking.c): a thread asks for the errors of one communicator without a pause
     --patience       it ends the rank with 4 when a step's calls are older than that, as PyTorch's: their time is taken
                      before the first of them, and it looks at the clock before it looks whether they are done
 """
@@ -358,6 +359,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--patience", type=float, default=float("inf"))
     parser.add_argument("--linger", type=float, default=0, help="seconds that rank 0 stays at its end")
     parser.add_argument("--load", help="a library that is loaded first")
+    parser.add_argument("--asking")
     parser.add_argument("--made-by", default="ncclCommInitRankConfig")
     parser.add_argument("--shrink", choices=("kept", "ended"))
     parser.add_argument("--late", help="a file: all but rank 0 begin once it is there")
@@ -388,12 +390,17 @@ def main(options: argparse.Namespace) -> int:
 
     if options.threads:
         works.append(Work(rank, "thread", 1000))
+    asking = ctypes.CDLL(options.asking) if options.asking else None
+    if asking and asking.begin_asking(nccl.libnccl.ncclCommGetAsyncError, ctypes.c_void_p(works[0].world)):
+        raise Ended("no thread can be made")
     threads = [threading.Thread(target=aside, args=(work,)) for work in works[1:]]
     for thread in threads:
         thread.start()
     works[0].run(Lines(options.file), barrier=True)
     for thread in threads:
         thread.join()
+    if asking and (error := asking.end_asking()):
+        raise Ended(f"a communicator has the error {error}")
     if options.named:
         works[0].tell(f"{options.file}.config")
     for work in works:

@@ -93,7 +93,7 @@ class Want(msgspec.Struct, frozen=True):
 
 
 class CommsLook(msgspec.Struct, frozen=True):
-    """How the gate before NCCL stands, how many calls are inside, and a number that goes up with each that begins."""
+    """How the gate before NCCL stands, how many calls are inside, and a number that goes up with each of them."""
 
     gate: CommGate
     inside: int

@@ -32,7 +32,7 @@ static struct table *_Atomic table;
 static enum gate_phase phase;
 static bool resting; /* shut, and no capture goes on */
 static struct comm *_Atomic looked_at; /* by the shim's own thread: its real one does not go meanwhile */
-static unsigned inside;
+static unsigned inside, asking;
 static uint64_t changes;
 static _Atomic uint32_t moved; /* goes up when somebody who waits has to look again */
 
@@ -298,23 +298,29 @@ void comms_leave(void)
     comms_unlock();
 }
 
-static bool ask(bool captured)
+bool comms_ask(void)
 {
     comms_lock();
-    bool open = phase != PHASE_SHUT || (captured && !resting);
-    inside += open;
+    bool open = phase != PHASE_SHUT;
+    asking += open;
     comms_unlock();
     return open;
 }
 
-bool comms_ask(void)
+void comms_asked(void)
 {
-    return ask(false);
+    comms_lock();
+    asking--;
+    comms_unlock();
 }
 
-bool comms_ask_captured(void)
+bool comms_enter_uncounted(bool captured)
 {
-    return ask(true);
+    comms_lock();
+    bool open = captured ? !resting : phase != PHASE_SHUT;
+    inside += open;
+    comms_unlock();
+    return open;
 }
 
 void comms_wait(void)
@@ -338,6 +344,15 @@ void comms_sized(struct comm *comm, int (*count)(void *, int *), int (*rank)(voi
     comm->received = received;
     comm->rank = mine;
     comm->ranks = ranks;
+    changes++;
+    comms_unlock();
+}
+
+void comms_came(struct comm *comm)
+{
+    comms_lock();
+    comm->joining = false;
+    changes++;
     comms_unlock();
 }
 
@@ -469,9 +484,9 @@ void comms_limit(struct comm_id id, uint32_t kind, int rank, uint32_t peer, uint
 bool comms_shut(void)
 {
     comms_lock();
-    bool well = phase != PHASE_OPEN && !inside;
-    if (well)
-        phase = PHASE_SHUT;
+    if (phase == PHASE_CUT && !inside)
+        phase = PHASE_SHUT; /* from here on nobody begins to ask */
+    bool well = phase == PHASE_SHUT && !inside && !asking;
     comms_unlock();
     return well;
 }
@@ -479,7 +494,7 @@ bool comms_shut(void)
 bool comms_rest(void)
 {
     comms_lock();
-    bool well = phase == PHASE_SHUT && !inside;
+    bool well = phase == PHASE_SHUT && !inside && !asking;
     resting = resting || well;
     comms_unlock();
     return well;
@@ -500,7 +515,7 @@ void comms_in_child(void)
     atomic_store(&taken, false);
     phase = PHASE_OPEN;
     resting = false;
-    inside = 0;
+    inside = asking = 0;
     waiters = NULL;
     first = last = NULL;
     atomic_store(&table, NULL);

@@ -87,11 +87,16 @@ void comms_ended(struct comm *comm);
 /* What cannot be counted, as a communicator that is to be made: let through where some rank has made it already. */
 void comms_enter(const struct counted *steps, size_t n);
 void comms_leave(void);
-/* For those who only ask: false while communicators are closed; else comms_leave is to follow. */
+/* For those who only ask: false while communicators are closed; else comms_asked is to follow. Nothing is another than before
+ * by that, and nobody waits for them but comms_shut: a rank may ask without a pause. */
 bool comms_ask(void);
-/* For a call that is captured: never counted, whenever it comes. It waits only while communicators are being closed. */
-bool comms_ask_captured(void);
+void comms_asked(void);
+/* For a call that is never counted, whenever it comes: one that is captured, which waits only while communicators are being
+ * closed; one of which it is not known whether it waits for other ranks. False: it is to wait; else comms_leave is to follow. */
+bool comms_enter_uncounted(bool captured);
 void comms_wait(void); /* until the gate may have been opened */
+/* It is there: whoever makes it has come to its end. */
+void comms_came(struct comm *comm);
 /* A split's size and rank are known only when it is there. */
 void comms_sized(struct comm *comm, int (*count)(void *, int *), int (*rank)(void *, int *));
 enum gate_phase comms_phase(void);
@@ -116,7 +121,7 @@ size_t comms_wants(struct want *found, size_t most);
 void comms_cut(void); /* no call is let through that was not counted yet */
 /* Raises it; rank: which of the process's ranks, or -1 for all of them. */
 void comms_limit(struct comm_id id, uint32_t kind, int rank, uint32_t peer, uint64_t limit);
-bool comms_shut(void); /* false: somebody is inside */
+bool comms_shut(void); /* false: somebody is inside, or asks still */
 bool comms_rest(void); /* no captured call passes either; false: one is inside */
 void comms_open(void);
 void comms_in_child(void);

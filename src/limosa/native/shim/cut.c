@@ -100,7 +100,7 @@ static void look_at_busy(void)
         if (!behind || (!nccl(ncclCommGetAsyncError)(behind, &now) && now != NCCL_IN_PROGRESS))
             atomic_store(&comm->busy, false);
         comms_looked();
-        comms_leave();
+        comms_asked();
     }
 }
 

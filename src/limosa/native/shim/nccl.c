@@ -247,7 +247,7 @@ static void enter(const struct step *steps, size_t n, const struct counted *coun
     if (!captured)
         comms_enter(counts, n_counts);
     else
-        while (!comms_ask_captured())
+        while (!comms_enter_uncounted(true))
             comms_wait();
 }
 
@@ -291,6 +291,14 @@ static word operation(int place, const void *caller, struct step *step)
     return (word)issue(step);
 }
 
+static void asked(const struct call *call)
+{
+    if (call->what == STRANGE)
+        comms_leave();
+    else
+        comms_asked();
+}
+
 /* Not counted: nothing of it is in flight between ranks. */
 static struct two question(int place, const void *caller, struct step *step)
 {
@@ -304,18 +312,18 @@ static struct two question(int place, const void *caller, struct step *step)
     if (comm) {
         if (call->what == STRANGE)
             atomic_store(&comm->strange, call->symbol);
-        while (!comms_ask())
+        while (call->what == STRANGE ? !comms_enter_uncounted(false) : !comms_ask())
             comms_wait();
         mine[call->comm] = (word)(uintptr_t)atomic_load(&comm->real);
         if (!mine[call->comm]) {
-            comms_leave();
+            asked(call);
             return (struct two){NCCL_REMOTE_ERROR, 0};
         }
     }
     struct two result = ((call12_two *)real)(mine[0], mine[1], mine[2], mine[3], mine[4], mine[5], mine[6], mine[7],
                                              mine[8], mine[9], mine[10], mine[11]);
     if (comm)
-        comms_leave();
+        asked(call);
     return result;
 }
 
@@ -363,7 +371,7 @@ static struct two hand_on(const struct spare *spare, const void *caller, word *w
 
     if (ours) {
         atomic_store(&newer, spare->symbol);
-        while (!comms_ask())
+        while (!comms_enter_uncounted(false))
             comms_wait();
         for (int i = 0; i < WORDS; i++) {
             struct comm *comm = comms_find((void *)(uintptr_t)w[i]);
@@ -551,7 +559,7 @@ EXPORT int ncclGroupSimulateEnd(void *information)
     for (size_t i = 0; i < group.n; i++)
         if (group.steps[i].comm)
             forget_coming(group.steps[i].comm);
-    comms_leave();
+    comms_asked();
     forget_group();
     return failed ? failed : result;
 }
@@ -579,7 +587,7 @@ static void settle(struct comm *comm)
     if (!comm->context)
         comm->context = current();
     look_for_newer();
-    comm->joining = false;
+    comms_came(comm);
 }
 
 /* Of one that does not block: all that was begun on it has come to an end, also what was split from it. */
@@ -721,7 +729,7 @@ EXPORT int ncclCommInitAll(void **handles, int n, const int *devices)
     while (!comms_ask())
         comms_wait();
     int result = nccl(ncclCommInitAll)(handles, n, devices);
-    comms_leave();
+    comms_asked();
     if (result)
         return result;
     while (getrandom(&id, sizeof id, 0) != sizeof id)
@@ -892,7 +900,7 @@ EXPORT int ncclCommAbort(void *handle)
     comms_ended(comm);
     int result = behind ? nccl(ncclCommAbort)(behind) : NCCL_SUCCESS;
     if (open)
-        comms_leave();
+        comms_asked();
     return result;
 }
 
@@ -913,7 +921,7 @@ static int ask_int(int place, const void *caller, void *handle, int *answer, siz
             return NCCL_INVALID_USAGE;
         void *real = atomic_load(&comm->real);
         int result = real ? behind(real, answer) : NCCL_INVALID_ARGUMENT;
-        comms_leave();
+        comms_asked();
         return result;
     }
     memcpy(answer, (const char *)comm + known, sizeof *answer);
@@ -958,7 +966,7 @@ EXPORT int ncclCommGetAsyncError(void *handle, int *answer)
         settle_all(comm);
     else if (behind && !result && *answer != NCCL_IN_PROGRESS)
         forget_coming(comm);
-    comms_leave();
+    comms_asked();
     return result;
 }
 
@@ -1005,7 +1013,7 @@ EXPORT int ncclCommRegister(void *handle, void *buffer, size_t bytes, void **reg
         free(one);
     }
     comms_unlock();
-    comms_leave();
+    comms_asked();
     return result;
 }
 
@@ -1031,7 +1039,7 @@ EXPORT int ncclCommDeregister(void *handle, void *registered)
     void *behind = atomic_load(&comm->real);
     int result = behind ? nccl(ncclCommDeregister)(behind, one ? one->real : registered) : NCCL_SUCCESS;
     free(one);
-    comms_leave();
+    comms_asked();
     return result;
 }
 
@@ -1060,7 +1068,7 @@ EXPORT int ncclRedOpCreatePreMulSum(int *op, void *scalar, int type, int residen
                         : NCCL_REMOTE_ERROR;
     if (result) {
         free(one);
-        comms_leave();
+        comms_asked();
         return result;
     }
     one->comm = comm;
@@ -1078,7 +1086,7 @@ EXPORT int ncclRedOpCreatePreMulSum(int *op, void *scalar, int type, int residen
     comm->reductions = one;
     *op = one->number;
     comms_unlock();
-    comms_leave();
+    comms_asked();
     return result;
 }
 
@@ -1125,7 +1133,7 @@ EXPORT int ncclRedOpDestroy(int op, void *handle)
     } else {
         result = behind ? nccl(ncclRedOpDestroy)(op, behind) : NCCL_SUCCESS;
     }
-    comms_leave();
+    comms_asked();
     return result;
 }
 
