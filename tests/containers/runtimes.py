@@ -355,10 +355,11 @@ class Runc(Runtime):
         *,
         cdi: Sequence[str] = (),
         env: Sequence[str] = (),
+        binds: Sequence[dict[str, Any]] = (),
         rootfs: Path | None = None,
         **changes: Any,
     ) -> Path:
-        """Makes a bundle; ``changes`` replace top fields of its config.json."""
+        """Makes a bundle; ``binds`` are mounts besides, and ``changes`` replace top fields of its config.json."""
         bundle = self.place / name
         for folder in ("up", "work", "rootfs"):
             (bundle / folder).mkdir(parents=True)
@@ -367,6 +368,7 @@ class Runc(Runtime):
             kind, _, one = device.partition("=")
             apply_cdi(config, self._spec(kind), one)
         config["process"]["env"] += env
+        config["mounts"] += binds
         (bundle / "config.json").write_text(json.dumps({**config, **changes}, indent=1))
         layers = f"lowerdir={rootfs or self.rootfs},upperdir={bundle}/up,workdir={bundle}/work"
         self.call("/bin/mount", "-t", "overlay", "overlay", "-o", layers, bundle / "rootfs")
