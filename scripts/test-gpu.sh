@@ -5,7 +5,7 @@
 #   scripts/test-gpu.sh core       what is run again on the last commit: the operations, in ten minutes at most
 #   scripts/test-gpu.sh parked     the proofs of the parked way: what people run, moved while it computes; then 200 moves
 #   scripts/test-gpu.sh nccl       jobs of several ranks: swapped while they compute, ended and brought back; then 100 swaps
-#   scripts/test-gpu.sh containers jobs in containers with one GPU's nodes: moved in place, to disk, cloned (five minutes)
+#   scripts/test-gpu.sh containers jobs in containers with one GPU's nodes: moved in place, to disk, cloned (six minutes)
 #   scripts/test-gpu.sh driver     the driver's calls, maps
 #   scripts/test-gpu.sh conformance   what the driver answers, call by call (the tests that software GPUs pass, too)
 #   scripts/test-gpu.sh faults     330 faulted runs of the campaign, those that are safe here (JOBS=… side by side)
@@ -82,14 +82,19 @@ conformance() {
     echo "every call of it: $record"
 }
 
+# Programs without a framework find PyTorch's libnccl.
+find_nccl() {
+    nccl=$("$PY" -c 'import nvidia.nccl; print(list(nvidia.nccl.__path__)[0] + "/lib")')
+    export LD_LIBRARY_PATH="$nccl${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+}
+
 # What was found beside the summary: FAULTS=… names the file. WAY=ranks: jobs of two ranks, one room at a time.
 faults() {
     echo "--- fault campaign"
     rooms=${JOBS:-8}
     if [ "${WAY:-driver}" = ranks ]; then
         rooms=1 # ranks of several jobs on the same GPUs end each other
-        nccl=$("$PY" -c 'import nvidia.nccl; print(list(nvidia.nccl.__path__)[0] + "/lib")')
-        export LD_LIBRARY_PATH="$nccl${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+        find_nccl
     fi
     LIMOSA_CAMPAIGN=real PYTHONPATH=$PWD/tests:$PYTHONPATH timeout -k 15 "$limit" "$PY" -m campaign --way "${WAY:-driver}" \
         --rooms "$rooms" --count "${RUNS:-330}" --seed "${SEED:-1}" --limit "$((limit - 90))" --only "${KEYS:-}" \
@@ -142,12 +147,12 @@ containers() {
     if "$PY" -I native_build.py >/dev/null; then
         if [ -n "${KEYS:-}" ]; then
             limit=${LIMIT:-300}
-            part -s -m gpu_containers -k "$KEYS" tests/gpu/test_containers_work.py
+            part -s -m gpu_containers -k "$KEYS" tests/gpu/test_containers_*.py
         else
-            limit=${LIMIT:-60}
-            part -s -m gpu_containers -k plain tests/gpu/test_containers_work.py
-            limit=${LIMIT:-240}
-            part -s -m gpu_containers -k "not plain" tests/gpu/test_containers_work.py
+            limit=${LIMIT:-90}
+            (find_nccl && part -s -m gpu_containers -k plain tests/gpu/test_containers_*.py; exit "$failed") || failed=1
+            limit=${LIMIT:-300}
+            part -s -m gpu_containers -k "not plain" tests/gpu/test_containers_*.py
         fi
     else
         echo "what is in C cannot be compiled here"
