@@ -91,8 +91,8 @@ void comms_leave(void);
  * by that, and nobody waits for them but comms_shut: a rank may ask without a pause. */
 bool comms_ask(void);
 void comms_asked(void);
-/* For a call that is never counted, whenever it comes: one that is captured, which waits only while communicators are being
- * closed; one of which it is not known whether it waits for other ranks. False: it is to wait; else comms_leave is to follow. */
+/* For a call that is never counted, whenever it comes. One that is captured waits only while communicators are being closed.
+ * False: it is to wait; else comms_leave is to follow. */
 bool comms_enter_uncounted(bool captured);
 void comms_wait(void); /* until the gate may have been opened */
 /* It is there: whoever makes it has come to its end. */

@@ -553,13 +553,13 @@ EXPORT int ncclGroupSimulateEnd(void *information)
         return nccl_real(AT_ncclGroupSimulateEnd) ? nccl(ncclGroupSimulateEnd)(information) : NCCL_SYSTEM_ERROR;
     if (--group.depth)
         return NCCL_SUCCESS;
-    while (!comms_ask())
+    while (!comms_enter_uncounted(false))
         comms_wait();
     int failed = replay_group(), result = nccl(ncclGroupSimulateEnd)(information);
     for (size_t i = 0; i < group.n; i++)
         if (group.steps[i].comm)
             forget_coming(group.steps[i].comm);
-    comms_asked();
+    comms_leave();
     forget_group();
     return failed ? failed : result;
 }
@@ -726,10 +726,10 @@ EXPORT int ncclCommInitAll(void **handles, int n, const int *devices)
         return NCCL_SYSTEM_ERROR;
     if (FROM_NCCL || !handles)
         return nccl(ncclCommInitAll)(handles, n, devices);
-    while (!comms_ask())
+    while (!comms_enter_uncounted(false))
         comms_wait();
     int result = nccl(ncclCommInitAll)(handles, n, devices);
-    comms_asked();
+    comms_leave();
     if (result)
         return result;
     while (getrandom(&id, sizeof id, 0) != sizeof id)
@@ -895,12 +895,12 @@ EXPORT int ncclCommAbort(void *handle)
         return NCCL_SYSTEM_ERROR;
     if (FROM_NCCL || !(comm = comms_find(handle)))
         return nccl(ncclCommAbort)(handle);
-    bool open = comms_ask();
+    bool open = comms_enter_uncounted(false);
     void *behind = open ? atomic_load(&comm->real) : NULL;
     comms_ended(comm);
     int result = behind ? nccl(ncclCommAbort)(behind) : NCCL_SUCCESS;
     if (open)
-        comms_asked();
+        comms_leave();
     return result;
 }
 
@@ -997,7 +997,7 @@ EXPORT int ncclCommRegister(void *handle, void *buffer, size_t bytes, void **reg
     struct registered *one = calloc(1, sizeof *one);
     if (!one)
         return NCCL_SYSTEM_ERROR;
-    while (!comms_ask())
+    while (!comms_enter_uncounted(false))
         comms_wait();
     one->buffer = buffer;
     one->bytes = bytes;
@@ -1013,7 +1013,7 @@ EXPORT int ncclCommRegister(void *handle, void *buffer, size_t bytes, void **reg
         free(one);
     }
     comms_unlock();
-    comms_asked();
+    comms_leave();
     return result;
 }
 
@@ -1026,7 +1026,7 @@ EXPORT int ncclCommDeregister(void *handle, void *registered)
     if (FROM_NCCL || !(comm = comms_find(handle)))
         return nccl(ncclCommDeregister)(handle, registered);
     struct registered *one = NULL;
-    while (!comms_ask())
+    while (!comms_enter_uncounted(false))
         comms_wait();
     comms_lock();
     for (struct registered **at = &comm->registered; *at; at = &(*at)->next)
@@ -1039,7 +1039,7 @@ EXPORT int ncclCommDeregister(void *handle, void *registered)
     void *behind = atomic_load(&comm->real);
     int result = behind ? nccl(ncclCommDeregister)(behind, one ? one->real : registered) : NCCL_SUCCESS;
     free(one);
-    comms_asked();
+    comms_leave();
     return result;
 }
 
@@ -1061,14 +1061,14 @@ EXPORT int ncclRedOpCreatePreMulSum(int *op, void *scalar, int type, int residen
     struct reduction *one = calloc(1, sizeof *one);
     if (!one)
         return NCCL_SYSTEM_ERROR;
-    while (!comms_ask())
+    while (!comms_enter_uncounted(false))
         comms_wait();
     void *behind = atomic_load(&comm->real);
     int result = behind ? nccl(ncclRedOpCreatePreMulSum)(&one->real, scalar, type, residence, behind)
                         : NCCL_REMOTE_ERROR;
     if (result) {
         free(one);
-        comms_asked();
+        comms_leave();
         return result;
     }
     one->comm = comm;
@@ -1086,7 +1086,7 @@ EXPORT int ncclRedOpCreatePreMulSum(int *op, void *scalar, int type, int residen
     comm->reductions = one;
     *op = one->number;
     comms_unlock();
-    comms_asked();
+    comms_leave();
     return result;
 }
 
@@ -1116,7 +1116,7 @@ EXPORT int ncclRedOpDestroy(int op, void *handle)
         return NCCL_SYSTEM_ERROR;
     if (FROM_NCCL || !(comm = comms_find(handle)))
         return nccl(ncclRedOpDestroy)(op, handle);
-    while (!comms_ask())
+    while (!comms_enter_uncounted(false))
         comms_wait();
     comms_lock();
     struct reduction *one = comm->reductions;
@@ -1133,7 +1133,7 @@ EXPORT int ncclRedOpDestroy(int op, void *handle)
     } else {
         result = behind ? nccl(ncclRedOpDestroy)(op, behind) : NCCL_SUCCESS;
     }
-    comms_asked();
+    comms_leave();
     return result;
 }
 
