@@ -31,7 +31,7 @@ static struct table *_Atomic table;
 
 static enum gate_phase phase;
 static bool resting; /* shut, and no capture goes on */
-static struct comm *_Atomic looked_at; /* by the shim's own thread: its real one does not go meanwhile */
+static bool alone; /* the shim's own thread looks at a communicator: whoever comes waits a moment */
 static unsigned inside, asking;
 static uint64_t changes;
 static _Atomic uint32_t moved; /* goes up when somebody who waits has to look again */
@@ -183,15 +183,34 @@ static void *new_handle(struct comm *comm, void *real)
     return handle;
 }
 
+/* With the lock held. */
+static void *is_there(struct comm *comm, void *real)
+{
+    atomic_store(&comm->real, real);
+    comm->handle = new_handle(comm, real);
+    changes++;
+    return remember(comm) ? comm->handle : real;
+}
+
 void *comms_made(struct comm *comm, void *real)
 {
     comms_lock();
-    atomic_store(&comm->real, real);
-    comm->handle = new_handle(comm, real ? real : comm);
-    bool well = remember(comm);
-    changes++;
+    void *handle = is_there(comm, real);
     comms_unlock();
-    return well ? comm->handle : real;
+    return handle;
+}
+
+bool comms_arrived(struct comm *comm)
+{
+    comms_lock();
+    void *real = atomic_load(&comm->coming);
+    if (comm->place && real) {
+        __atomic_store_n(comm->place, is_there(comm, real), __ATOMIC_RELEASE);
+        comm->place = NULL;
+    }
+    bool over = !comm->place;
+    comms_unlock();
+    return over;
 }
 
 void comms_ended(struct comm *comm)
@@ -199,25 +218,23 @@ void comms_ended(struct comm *comm)
     comms_lock();
     comm->ended = true;
     comm->joining = false;
+    comm->place = NULL;
     atomic_store(&comm->real, NULL);
     changes++;
     comms_unlock();
-    while (atomic_load(&looked_at) == comm)
-        nanosleep(&(struct timespec){0, 20000}, NULL);
 }
 
-void *comms_look(struct comm *comm)
+void comms_failed(struct comm *comm)
 {
+    if (!comms_arrived(comm)) {
+        comms_ended(comm);
+        return;
+    }
     comms_lock();
-    void *behind = atomic_load(&comm->real);
-    atomic_store(&looked_at, behind ? comm : NULL);
+    comm->ended = true;
+    comm->joining = false;
+    changes++;
     comms_unlock();
-    return behind;
-}
-
-void comms_looked(void)
-{
-    atomic_store(&looked_at, NULL);
 }
 
 static uint64_t *count_of(const struct counted *step)
@@ -279,11 +296,24 @@ static void wait_at_gate(const struct counted *steps, size_t n)
         me.next->before = me.before;
 }
 
+/* With the lock held, which is let go meanwhile. */
+static void let_look(void)
+{
+    while (UNLIKELY(alone)) {
+        comms_unlock();
+        syscall(SYS_nanosleep, &(struct timespec){0, 20000}, NULL);
+        comms_lock();
+    }
+}
+
 void comms_enter(const struct counted *steps, size_t n)
 {
     comms_lock();
-    if (UNLIKELY(!may(steps, n)))
-        wait_at_gate(steps, n);
+    do {
+        let_look();
+        if (UNLIKELY(!may(steps, n)))
+            wait_at_gate(steps, n);
+    } while (UNLIKELY(alone));
     count(steps, n, 1);
     changes++;
     inside++;
@@ -301,6 +331,7 @@ void comms_leave(void)
 bool comms_ask(void)
 {
     comms_lock();
+    let_look();
     bool open = phase != PHASE_SHUT;
     asking += open;
     comms_unlock();
@@ -317,6 +348,7 @@ void comms_asked(void)
 bool comms_enter_uncounted(bool captured)
 {
     comms_lock();
+    let_look();
     bool open = captured ? !resting : phase != PHASE_SHUT;
     inside += open;
     comms_unlock();
@@ -340,6 +372,12 @@ void comms_sized(struct comm *comm, int (*count)(void *, int *), int (*rank)(voi
         return;
     struct pair *sent = calloc((size_t)ranks, sizeof *sent), *received = calloc((size_t)ranks, sizeof *received);
     comms_lock();
+    if (comm->ranks > 0) { /* another thread was here first */
+        comms_unlock();
+        free(sent);
+        free(received);
+        return;
+    }
     comm->sent = sent;
     comm->received = received;
     comm->rank = mine;
@@ -353,6 +391,22 @@ void comms_came(struct comm *comm)
     comms_lock();
     comm->joining = false;
     changes++;
+    comms_unlock();
+}
+
+bool comms_alone(void)
+{
+    comms_lock();
+    alone = !inside && !asking;
+    bool well = alone;
+    comms_unlock();
+    return well;
+}
+
+void comms_others(void)
+{
+    comms_lock();
+    alone = false;
     comms_unlock();
 }
 
@@ -519,5 +573,5 @@ void comms_in_child(void)
     waiters = NULL;
     first = last = NULL;
     atomic_store(&table, NULL);
-    atomic_store(&looked_at, NULL);
+    alone = false;
 }

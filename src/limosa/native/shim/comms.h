@@ -45,7 +45,8 @@ struct comm {
     struct comm *next; /* in the order in which they were made; never taken out */
     void *handle;
     void *_Atomic real; /* NULL: not made yet, closed, or at its end */
-    void *_Atomic coming; /* where NCCL writes that of a split or a shrink: maybe long after the call, at a group's end */
+    void *_Atomic coming; /* where NCCL writes that of a split or a shrink: maybe long after the call, of one that failed too */
+    void **place; /* where the application waits for its handle of that; NULL: it has it. With the lock held */
     struct comm_id id;
     uint64_t number, children;
     int rank, ranks, device;
@@ -53,8 +54,8 @@ struct comm {
     struct nccl_config *config; /* a copy, its texts too; NULL: none was given */
     struct comm *parent; /* it was split from it, or shrunk */
     bool joining; /* the call that makes it is under way */
-    atomic_bool busy; /* it does not block, and what was begun on it goes on behind the call */
-    bool ended; /* destroyed or aborted by the application, or a peer has left */
+    _Atomic uint64_t busy; /* it does not block, and what was begun on it goes on behind the call: which; 0: nothing */
+    bool ended; /* destroyed or aborted by the application, or never came; if it has failed the real one is there still */
     bool closed; /* by us */
     unsigned made_again; /* how often */
     bool has_new_id; /* that it is to be made again with; the rank that drew it keeps it until that is done */
@@ -81,9 +82,13 @@ struct nccl_config *comms_copy(const struct nccl_config *config); /* with its te
 /* NULL: no communicator of the application's. Takes no lock. */
 struct comm *comms_find(const void *handle);
 struct comm *comms_new(struct comm_id id, int ranks, int rank, const struct nccl_config *config);
-/* The real one is there, or is coming (NULL): from here on the application can name it. Returns what it is to have. */
+/* The real one is there: from here on the application can name it. Returns what it is to have. */
 void *comms_made(struct comm *comm, void *real);
+/* The same of one that comes later, once: written to its place, as NCCL would. False: it has not come yet. */
+bool comms_arrived(struct comm *comm);
 void comms_ended(struct comm *comm);
+/* It did not come into being. The application may have a handle of it, and is to abort that. */
+void comms_failed(struct comm *comm);
 /* What cannot be counted, as a communicator that is to be made: let through where some rank has made it already. */
 void comms_enter(const struct counted *steps, size_t n);
 void comms_leave(void);
@@ -105,9 +110,10 @@ enum gate_phase comms_phase(void);
 struct comm *comms_first(void);
 void comms_lock(void);
 void comms_unlock(void);
-/* The real one, which whoever ends it keeps until comms_looked(). */
-void *comms_look(struct comm *comm);
-void comms_looked(void);
+/* Nobody is inside or asks, and nobody comes in until comms_others(): what NCCL tells of a communicator is told to one thread
+ * at a time. False: somebody is. */
+bool comms_alone(void);
+void comms_others(void);
 uint64_t comms_changes(void); /* goes up with every count: two looks with the same number saw the same */
 unsigned comms_inside(void);
 struct want {

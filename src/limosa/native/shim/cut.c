@@ -93,14 +93,10 @@ static void look_at_busy(void)
     if (comms_phase() == PHASE_OPEN)
         return;
     for (struct comm *comm = comms_first(); comm; comm = comm->next) {
-        if (!atomic_load(&comm->busy) || comm->joining || !comms_ask())
+        if ((!atomic_load(&comm->busy) && !comm->joining) || !comms_alone())
             continue;
-        void *behind = comms_look(comm);
-        int now = NCCL_SUCCESS;
-        if (!behind || (!nccl(ncclCommGetAsyncError)(behind, &now) && now != NCCL_IN_PROGRESS))
-            atomic_store(&comm->busy, false);
-        comms_looked();
-        comms_asked();
+        nccl_look(comm);
+        comms_others();
     }
 }
 

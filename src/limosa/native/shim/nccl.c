@@ -9,17 +9,21 @@
 #include "compiler.h"
 #include "driver.h"
 #include "find.h"
+#include "gate.h"
 #include "hooks.h"
 #include "nccl_api.h"
 
 #include <dlfcn.h>
 #include <link.h>
+#include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/random.h>
+#include <time.h>
 
 #define WORDS 12
 typedef uint64_t word;
@@ -251,6 +255,15 @@ static void enter(const struct step *steps, size_t n, const struct counted *coun
             comms_wait();
 }
 
+static void goes_on_behind(struct comm *comm)
+{
+    static _Atomic uint64_t which;
+
+    atomic_store(&comm->busy, atomic_fetch_add(&which, 1) + 1);
+}
+
+static void look_for_newer(void);
+
 /* One call, or one of a group that is not at its end yet. */
 static int issue(struct step *step)
 {
@@ -269,7 +282,9 @@ static int issue(struct step *step)
     enter(step, 1, &what, 1);
     int result = step->replay ? step->replay(step) : by_words(step);
     if (result == NCCL_IN_PROGRESS)
-        atomic_store(&step->comm->busy, true);
+        goes_on_behind(step->comm);
+    if (step->more)
+        look_for_newer();
     comms_leave();
     if (step->more)
         free(step->more);
@@ -507,12 +522,25 @@ static int replay_group(void)
 }
 
 static void group_ended(int result);
-static void forget_coming(const struct comm *comm);
+
+/* `failed`: a step of it, which may be ours and not NCCL's. */
+static int end_group(int failed, int result)
+{
+    bool makes = false;
+
+    for (size_t i = 0; i < group.n; i++) {
+        makes = makes || group.steps[i].more;
+        if (result == NCCL_IN_PROGRESS && group.steps[i].comm)
+            goes_on_behind(group.steps[i].comm);
+    }
+    group_ended(result);
+    if (makes)
+        look_for_newer();
+    return failed ? failed : result;
+}
 
 EXPORT int ncclGroupEnd(void)
 {
-    int result;
-
     if (FROM_NCCL)
         return nccl(ncclGroupEnd)();
     if (!nccl_real(AT_ncclGroupEnd))
@@ -533,13 +561,7 @@ EXPORT int ncclGroupEnd(void)
         if (group.steps[i].comm)
             all[n++] = counted(&group.steps[i]);
     enter(group.steps, group.n, all, n);
-    int failed = replay_group();
-    result = nccl(ncclGroupEnd)();
-    result = failed ? failed : result;
-    for (size_t i = 0; result == NCCL_IN_PROGRESS && i < group.n; i++)
-        if (group.steps[i].comm)
-            atomic_store(&group.steps[i].comm->busy, true);
-    group_ended(result);
+    int failed = replay_group(), result = end_group(failed, nccl(ncclGroupEnd)());
     comms_leave();
     forget_group();
     if (all != few)
@@ -547,6 +569,7 @@ EXPORT int ncclGroupEnd(void)
     return result;
 }
 
+/* What it only simulates is operations: communicators come all the same. */
 EXPORT int ncclGroupSimulateEnd(void *information)
 {
     if (FROM_NCCL || !group.depth)
@@ -555,13 +578,10 @@ EXPORT int ncclGroupSimulateEnd(void *information)
         return NCCL_SUCCESS;
     while (!comms_enter_uncounted(false))
         comms_wait();
-    int failed = replay_group(), result = nccl(ncclGroupSimulateEnd)(information);
-    for (size_t i = 0; i < group.n; i++)
-        if (group.steps[i].comm)
-            forget_coming(group.steps[i].comm);
+    int failed = replay_group(), result = end_group(failed, nccl(ncclGroupSimulateEnd)(information));
     comms_leave();
     forget_group();
-    return failed ? failed : result;
+    return result;
 }
 
 /* ---- communicators come ---- */
@@ -569,12 +589,11 @@ EXPORT int ncclGroupSimulateEnd(void *information)
 /* One that was coming may be there; what it is now. */
 static void *arrived(struct comm *comm)
 {
-    if (comm->joining && !atomic_load(&comm->real))
-        atomic_store(&comm->real, atomic_load(&comm->coming));
+    comms_arrived(comm);
     return atomic_load(&comm->real);
 }
 
-/* What is known only when it is there; with the gate entered. */
+/* What is known only when it is there; with the gate entered, or alone. */
 static void settle(struct comm *comm)
 {
     void *behind = arrived(comm);
@@ -583,65 +602,107 @@ static void settle(struct comm *comm)
         return;
     if (comm->ranks <= 0)
         comms_sized(comm, nccl(ncclCommCount), nccl(ncclCommUserRank));
+    if (comm->ranks <= 0)
+        return;
     nccl(ncclCommCuDevice)(behind, &comm->device);
     if (!comm->context)
         comm->context = current();
-    look_for_newer();
     comms_came(comm);
 }
 
-/* Of one that does not block: all that was begun on it has come to an end, also what was split from it. */
-static void settle_all(struct comm *comm)
+/* What was begun on it when it was asked has come to its end; what was to come from it is there, or has failed. */
+static void all_done(struct comm *comm, uint64_t begun, int result)
 {
-    atomic_store(&comm->busy, false);
-    settle(comm);
+    atomic_compare_exchange_strong(&comm->busy, &begun, 0);
+    if (result == NCCL_SUCCESS)
+        settle(comm);
     for (struct comm *child = comms_first(); child; child = child->next)
-        if (child->parent == comm && child->joining)
+        if (child->parent != comm || !child->joining)
+            continue;
+        else if (result == NCCL_SUCCESS)
             settle(child);
+        else if (atomic_load(&child->coming)) /* else it may be an error of another call's */
+            comms_failed(child);
 }
 
-/* What was to be split from it does not come. */
-static void forget_coming(const struct comm *comm)
+/* By the shim's own thread, alone. */
+void nccl_look(struct comm *comm)
 {
-    for (struct comm *child = comms_first(); child; child = child->next)
-        if (child->parent == comm && child->joining && !atomic_load(&child->real) && !atomic_load(&child->coming))
-            comms_ended(child);
+    uint64_t begun = atomic_load(&comm->busy);
+    void *behind = arrived(comm);
+    int now = NCCL_SUCCESS;
+
+    if (behind && (nccl(ncclCommGetAsyncError)(behind, &now) || now == NCCL_IN_PROGRESS))
+        return;
+    atomic_compare_exchange_strong(&comm->busy, &begun, 0);
+    if (now == NCCL_SUCCESS && comm->context)
+        settle(comm);
 }
 
-/* A communicator has come, or is coming (IN_PROGRESS; of a split in a group: not before its end), or has not. */
+/* Who looks at nothing but its variable is to see it there, too. */
+static void *wait_for_it(void *comm)
+{
+    gate_exempt();
+    capture_leave_alone();
+    while (!comms_arrived(comm))
+        nanosleep(&(struct timespec){0, 1000000}, NULL);
+    return NULL;
+}
+
+static void watch(struct comm *comm)
+{
+    pthread_t thread;
+    sigset_t all, before;
+
+    if (comms_arrived(comm))
+        return;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    if (!pthread_create(&thread, NULL, wait_for_it, comm))
+        pthread_detach(thread);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+/* A communicator has come, or goes on coming (IN_PROGRESS), or has not: it may have a handle even so, to be aborted. */
 static int made(struct comm *comm, void **handle, void *behind, int result)
 {
-    bool later = comm->parent && (result == NCCL_IN_PROGRESS || (result == NCCL_SUCCESS && group.n));
+    bool well = result == NCCL_SUCCESS || result == NCCL_IN_PROGRESS;
 
-    if ((result != NCCL_SUCCESS && result != NCCL_IN_PROGRESS) || (!behind && !later)) {
+    if (!behind) {
         comms_ended(comm);
-        if (!result && handle)
-            *handle = behind;
+        if (well)
+            *handle = NULL;
         return result;
     }
     *handle = comms_made(comm, behind);
-    if (!result && !group.n)
+    if (!well)
+        comms_failed(comm);
+    else if (!result && !group.n)
         settle(comm);
     return result;
 }
 
+static int join_now(struct step *step);
+
 static void group_ended(int result)
 {
-    if (result == NCCL_IN_PROGRESS)
-        return;
     CUcontext before = current();
+
     for (size_t i = 0; i < group.n; i++) {
         struct step *step = &group.steps[i];
-        struct comm *comm = step->comm;
-        if (result && comm)
-            forget_coming(comm);
-        if (step->more && step->words[0]) /* it made one */
-            comm = (struct comm *)(uintptr_t)step->words[0];
-        if (!result && comm && comm->joining) {
-            if (step->context)
-                comm->context = step->context;
+        struct comm *comm = step->more ? (struct comm *)(uintptr_t)step->words[0] : NULL;
+        if (step->replay == join_now && !comm) /* an earlier one has failed */
+            comms_ended(step->comm);
+        if (!comm || !comm->joining)
+            continue;
+        if (step->context && !comm->parent)
+            comm->context = step->context;
+        if (result == NCCL_SUCCESS)
             settle(comm);
-        }
+        else if (result == NCCL_IN_PROGRESS)
+            watch(comm);
+        else
+            comms_failed(comm);
     }
     make_current(before);
 }
@@ -729,28 +790,56 @@ EXPORT int ncclCommInitAll(void **handles, int n, const int *devices)
     while (!comms_enter_uncounted(false))
         comms_wait();
     int result = nccl(ncclCommInitAll)(handles, n, devices);
-    comms_leave();
-    if (result)
-        return result;
-    while (getrandom(&id, sizeof id, 0) != sizeof id)
-        ;
-    for (int rank = 0; rank < n; rank++) {
+    if (!result)
+        while (getrandom(&id, sizeof id, 0) != sizeof id)
+            ;
+    for (int rank = 0; rank < n && !result; rank++) {
         struct comm *comm = comms_new(comm_id_mix((struct comm_id){2, 2}, &id, sizeof id), n, rank, NULL);
-        if (!comm)
-            return NCCL_SYSTEM_ERROR;
-        void *behind = handles[rank];
-        handles[rank] = comms_made(comm, behind);
-        settle(comm);
+        if (comm) {
+            handles[rank] = comms_made(comm, handles[rank]);
+            settle(comm);
+        } else {
+            result = NCCL_SYSTEM_ERROR;
+        }
     }
+    look_for_newer();
+    comms_leave();
     return result;
+}
+
+/* NCCL says SUCCESS of a split that goes on behind the call, too. Its parent tells: as long it takes nothing else. */
+static int parent_says(struct comm *parent)
+{
+    void *behind = atomic_load(&parent->real);
+    int now = NCCL_SUCCESS;
+
+    if (behind && !nccl(ncclCommGetAsyncError)(behind, &now) && now == NCCL_IN_PROGRESS)
+        goes_on_behind(parent);
+    return now;
 }
 
 static int come_from(struct comm *parent, struct comm *comm, struct step *step, void **handle, int result)
 {
+    int said = result;
+
+    comms_lock();
     comm->context = parent->context;
     comm->parent = parent;
+    comm->place = handle;
+    comms_unlock();
     step->words[0] = (word)(uintptr_t)comm;
-    return made(comm, handle, atomic_load(&comm->coming), result);
+    if (said == NCCL_SUCCESS || said == NCCL_IN_PROGRESS) {
+        if (group.n) /* not before its end */
+            return result;
+        said = parent_says(parent);
+    }
+    if (said == NCCL_SUCCESS)
+        settle(comm);
+    else if (said == NCCL_IN_PROGRESS)
+        watch(comm);
+    else
+        comms_failed(comm);
+    return result;
 }
 
 struct split {
@@ -773,11 +862,12 @@ static int split_now(struct step *step)
         return NCCL_SYSTEM_ERROR;
     int result = from ? nccl(ncclCommSplit)(from, split->color, split->key, (void **)&comm->coming, split->config)
                       : NCCL_REMOTE_ERROR;
-    if (split->color == NCCL_NO_COLOR) {
-        comms_ended(comm);
-        return result;
-    }
-    return come_from(parent, comm, step, split->handle, result);
+    if (split->color != NCCL_NO_COLOR)
+        return come_from(parent, comm, step, split->handle, result);
+    comms_ended(comm);
+    if (from && !group.n)
+        parent_says(parent);
+    return result;
 }
 
 EXPORT int ncclCommSplit(void *handle, int color, int key, void **new, struct nccl_config *config)
@@ -881,8 +971,8 @@ EXPORT int ncclCommDestroy(void *handle)
         return NCCL_SYSTEM_ERROR;
     if (FROM_NCCL || !(step.comm = comms_find(handle)))
         return nccl(ncclCommDestroy)(handle);
-    if (step.comm->ended)
-        return atomic_load(&step.comm->real) ? NCCL_INVALID_ARGUMENT : NCCL_SUCCESS;
+    if (step.comm->ended && !atomic_load(&step.comm->real))
+        return NCCL_SUCCESS;
     return issue(&step);
 }
 
@@ -899,6 +989,9 @@ EXPORT int ncclCommAbort(void *handle)
     void *behind = open ? atomic_load(&comm->real) : NULL;
     comms_ended(comm);
     int result = behind ? nccl(ncclCommAbort)(behind) : NCCL_SUCCESS;
+    for (struct comm *child = comms_first(); child; child = child->next)
+        if (child->parent == comm && child->place) /* it comes no more */
+            comms_failed(child);
     if (open)
         comms_leave();
     return result;
@@ -956,16 +1049,15 @@ EXPORT int ncclCommGetAsyncError(void *handle, int *answer)
     *answer = NCCL_SUCCESS;
     if (!comms_ask())
         return NCCL_SUCCESS;
+    uint64_t begun = atomic_load(&comm->busy);
     void *behind = arrived(comm);
     int result = behind ? nccl(ncclCommGetAsyncError)(behind, answer) : NCCL_SUCCESS;
     if (!behind && comm->closed)
         *answer = NCCL_REMOTE_ERROR; /* it was closed, and could not be made again */
     else if (!behind && comm->joining)
         *answer = NCCL_IN_PROGRESS;
-    if (behind && !result && *answer == NCCL_SUCCESS)
-        settle_all(comm);
-    else if (behind && !result && *answer != NCCL_IN_PROGRESS)
-        forget_coming(comm);
+    if (behind && !result && *answer != NCCL_IN_PROGRESS)
+        all_done(comm, begun, *answer);
     comms_asked();
     return result;
 }

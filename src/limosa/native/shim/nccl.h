@@ -22,6 +22,9 @@ bool nccl_names(const char *symbol); /* whether it is a name as NCCL's functions
 void *nccl_instead(const char *symbol, void *found);
 /* A function that the list does not have, and that was called, or that the program is linked with; NULL: none. */
 const char *nccl_newer(void);
+struct comm;
+/* Whether what goes on behind a call has come to its end, for the shim's own thread: comms_alone(). */
+void nccl_look(struct comm *comm);
 /* Memory that ncclMemAlloc gave and that was not freed. */
 unsigned nccl_memories(void);
 

@@ -53,8 +53,11 @@ ncclResult_t group_add_start(const struct start *start)
 {
     struct start alone = *start;
 
-    if (group.depth == 0)
-        return start_all(&alone, 1);
+    if (group.depth == 0) {
+        ncclResult_t result = start_all(&alone, 1);
+        /* NCCL says so of a split that goes on: its parent tells. */
+        return start->parent && result == ncclInProgress ? ncclSuccess : result;
+    }
     struct start *more = realloc(group.starts, (size_t)(group.n_starts + 1) * sizeof(*more));
     if (!more) {
         start_drop(&alone);
@@ -111,8 +114,12 @@ ncclResult_t group_end(bool simulate, int *n_operations)
     memset(&group, 0, sizeof(group));
     if (n_operations)
         *n_operations = n;
-    if (result != ncclSuccess || simulate) {
+    if (result != ncclSuccess) {
         give_up(starts, n_starts, entries, n);
+    } else if (simulate) { /* operations: communicators come all the same, as with NCCL */
+        give_up(NULL, 0, entries, n);
+        if (n_starts)
+            result = start_all(starts, n_starts);
     } else {
         if (n_starts)
             result = start_all(starts, n_starts);

@@ -131,7 +131,14 @@ static ncclResult_t connect_all(struct comm *comm)
     return result == ncclSuccess ? serve(comm) : result;
 }
 
-/* Everything that an init waits for. Not blocking ones stay, with the error, until they are aborted. */
+/* Of a split it is the parent that blocks or does not, as with NCCL. */
+static bool blocks(const struct start *start)
+{
+    return start->parent ? start->parent->blocking : start->comm->blocking;
+}
+
+/* Everything that an init waits for. Not blocking ones stay, with the error, until they are aborted: NCCL writes the handle of
+ * a split that has failed, too. */
 static ncclResult_t start_one(struct start *start)
 {
     struct comm *comm = start->comm;
@@ -148,9 +155,9 @@ static ncclResult_t start_one(struct start *start)
         comm_leave(comm);
     }
     if (start->parent) {
-        bool made = result == ncclSuccess && start->colour != NCCL_SPLIT_NOCOLOR;
+        bool made = (result == ncclSuccess || !blocks(start)) && start->colour != NCCL_SPLIT_NOCOLOR;
         __atomic_store_n(start->to, made ? comm : NULL, __ATOMIC_RELEASE);
-        if (!comm->blocking) {
+        if (!blocks(start)) {
             if (result != ncclSuccess)
                 start->parent->async = result;
             atomic_fetch_sub(&start->parent->splitting, 1);
@@ -159,7 +166,7 @@ static ncclResult_t start_one(struct start *start)
     if (start->parent && start->colour == NCCL_SPLIT_NOCOLOR) {
         comm_unlist(comm);
         comm_end(comm);
-    } else if (result != ncclSuccess && comm->blocking) {
+    } else if (result != ncclSuccess && blocks(start)) {
         *start->to = NULL;
         if (comm_unlist(comm))
             comm_end(comm);
@@ -251,7 +258,7 @@ ncclResult_t start_all(struct start *starts, int n)
     int blocking = 0;
 
     for (int i = 0; i < n; i++) {
-        if (starts[i].comm->blocking) {
+        if (blocks(&starts[i])) {
             starts[blocking++] = starts[i];
             continue;
         }
