@@ -88,6 +88,19 @@ def test_whatever_the_ranks_do(two: Any, options: list[str]) -> None:
     job.finish()
 
 
+@pytest.mark.parametrize("grouped", [[], ["--split-in-group"]], ids=["", "grouped"])
+@pytest.mark.parametrize("blocking", [["--nonblocking"], []], ids=["nonblocking", "blocking"])
+def test_a_split_that_has_failed_and_was_aborted_is_in_nobodys_way(
+    two: Any, blocking: list[str], grouped: list[str]
+) -> None:
+    rule = two.switches.add("function=step:nccl-init nth=2 result=ncclInternalError")
+    job = Ranks(two, "--retry", *blocking, *grouped, ranks=1)
+    assert two.switches.count(rule) > 0
+    two.says(0, "", "move", job.pid, "--to", "1")
+    job.goes_on()
+    job.finish()
+
+
 def test_communicators_have_the_names_and_the_settings_that_they_had(two: Any) -> None:
     """Also where the texts were the program's, and are long gone."""
     job = Ranks(two, "--named", "--nonblocking", "--watchdog")

@@ -19,6 +19,7 @@ which it is, the CRC of the numbers, the time. Two runs that nobody disturbed ha
     --register       memory is registered, and must be at the end
     --split-in-group a split is there at the end of a group
     --by-pointer     a split is there when its variable is no longer NULL: nothing is asked, as PyTorch does
+    --retry          where a split fails all that was made is aborted, and made once more
     --shrink         all ranks but the last also have one that was shrunk from another, which is kept or ended
     --barrier-every  a barrier at the store: ranks wait on the host
     --skew           each rank is late by up to so much, differently in each step
@@ -165,7 +166,12 @@ class Rank:
             if comm.value:
                 return int(comm.value)  # and nobody ever asks about it
             time.sleep(0.001)
-        self.done(world, code)  # until then there is none
+        try:
+            self.done(world, code)  # until then there is none
+        except Ended:
+            if comm.value:
+                nccl.nccl("ncclCommAbort", comm)
+            raise
         return self.ready(int(comm.value or 0), nccl.async_error(int(comm.value or 0)))
 
     def shrink(self, key: str) -> int:
@@ -208,8 +214,7 @@ class Work:
         self.rank, options = rank, rank.options
         self.seed = seed
         self.count: int = options.elements
-        self.world = rank.world(name)
-        self.parity = rank.split(self.world)
+        self.world, self.parity = self.two(name)
         self.shrunk = rank.shrink(f"{name} to shrink") if options.shrink else 0
         self.dead = {self.world, self.parity}  # or in use: no handle for another one
         self.stream = nccl.stream()
@@ -222,6 +227,20 @@ class Work:
         numbers = np.random.default_rng(seed + rank.rank).integers(0, 1 << 32, self.count, dtype=np.uint32)
         nccl.put(self.own, numbers.tobytes())
         self.operators = [self.operator(self.world, factor) for factor in (2, 3)] if options.operators else []
+
+    def two(self, name: str) -> tuple[int, int]:
+        """Communicators of all ranks and of those of the same parity."""
+        world = self.rank.world(name)
+        try:
+            return world, self.rank.split(world)
+        except Ended:
+            if not self.rank.options.retry:
+                raise
+            if self.rank.watchdog:
+                self.rank.watchdog.forget(world)
+            nccl.nccl("ncclCommAbort", world)
+        world = self.rank.world(f"{name} again")
+        return world, self.rank.split(world)
 
     def hold(self, options: argparse.Namespace) -> None:
         """What hangs on a communicator, or on no one."""
@@ -371,7 +390,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--late", help="a file: all but rank 0 begin once it is there")
     ways = (
         "p2p groups threads nonblocking capture operators watchdog anew register window memory graph newer abort named"
-        " split-in-group by-pointer"
+        " split-in-group by-pointer retry"
     )
     for name in ways.split():
         parser.add_argument(f"--{name}", action="store_true")
