@@ -167,6 +167,13 @@ def run(
                     if not line.get("ready"):
                         done(line)
                     room.ready = room.met = True
+                    if line.get("problems") and ground == "soft":  # what it has left is not to be the next one's
+                        room.busy = None
+                        room.let_end()
+                        room.end(time.monotonic() + 20)
+                        living[number] = RoomProcess(ground)
+                        living[number].ready = not waiting
+                        break
                     next_for(room)
                 late = (room.busy or not room.ready) and time.monotonic() - room.since > ROOM_LIMIT
                 if lines is None or late:
