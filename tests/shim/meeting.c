@@ -51,7 +51,7 @@ void rank_made(struct comm *comm, int ranks, int rank)
     told_ranks = ranks;
     told_rank = rank;
     if (comm->ranks <= 0)
-        comms_sized(comm, tell_ranks, tell_rank);
+        comms_sized(comm, comm->real, tell_ranks, tell_rank);
     atomic_store(&used, false);
     comm->joining = false;
 }

@@ -31,6 +31,7 @@ static struct table *_Atomic table;
 
 static enum gate_phase phase;
 static bool resting; /* shut, and no capture goes on */
+#define TURNS_ALONE 50
 static bool alone; /* the shim's own thread looks at a communicator: whoever comes waits a moment */
 static unsigned inside, asking;
 static uint64_t changes;
@@ -363,9 +364,8 @@ void comms_wait(void)
         syscall(SYS_futex, &moved, FUTEX_WAIT_PRIVATE, now, NULL, NULL, 0);
 }
 
-void comms_sized(struct comm *comm, int (*count)(void *, int *), int (*rank)(void *, int *))
+void comms_sized(struct comm *comm, void *real, int (*count)(void *, int *), int (*rank)(void *, int *))
 {
-    void *real = atomic_load(&comm->real);
     int ranks = 0, mine = -1;
 
     if (count(real, &ranks) || rank(real, &mine) || ranks < 1)
@@ -396,11 +396,17 @@ void comms_came(struct comm *comm)
 
 bool comms_alone(void)
 {
-    comms_lock();
-    alone = !inside && !asking;
-    bool well = alone;
-    comms_unlock();
-    return well;
+    for (unsigned turn = 0; turn < TURNS_ALONE; turn++) {
+        comms_lock();
+        alone = !inside;
+        bool may_be = alone, is = alone && !asking;
+        comms_unlock();
+        if (!may_be || is)
+            return is;
+        syscall(SYS_nanosleep, &(struct timespec){0, 20000}, NULL); /* who asks is soon done */
+    }
+    comms_others();
+    return false;
 }
 
 void comms_others(void)

@@ -54,6 +54,7 @@ struct comm {
     struct nccl_config *config; /* a copy, its texts too; NULL: none was given */
     struct comm *parent; /* it was split from it, or shrunk */
     bool joining; /* the call that makes it is under way */
+    bool doomed; /* its parent was aborted meanwhile */
     _Atomic uint64_t busy; /* it does not block, and what was begun on it goes on behind the call: which; 0: nothing */
     bool ended; /* destroyed or aborted by the application, or never came; if it has failed the real one is there still */
     bool closed; /* by us */
@@ -103,7 +104,7 @@ void comms_wait(void); /* until the gate may have been opened */
 /* It is there: whoever makes it has come to its end. */
 void comms_came(struct comm *comm);
 /* A split's size and rank are known only when it is there. */
-void comms_sized(struct comm *comm, int (*count)(void *, int *), int (*rank)(void *, int *));
+void comms_sized(struct comm *comm, void *real, int (*count)(void *, int *), int (*rank)(void *, int *));
 enum gate_phase comms_phase(void);
 
 /* For the shim's own thread. */

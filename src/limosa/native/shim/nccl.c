@@ -586,27 +586,35 @@ EXPORT int ncclGroupSimulateEnd(void *information)
 
 /* ---- communicators come ---- */
 
+/* What a split has made is measured before anybody knows of it: its calls are counted by that. False: not there yet. */
+static bool arrives(struct comm *comm)
+{
+    void *behind = atomic_load(&comm->coming);
+
+    if (comm->place && behind && comm->ranks <= 0) {
+        comms_sized(comm, behind, nccl(ncclCommCount), nccl(ncclCommUserRank));
+        nccl(ncclCommCuDevice)(behind, &comm->device);
+    }
+    return comms_arrived(comm);
+}
+
 /* One that was coming may be there; what it is now. */
 static void *arrived(struct comm *comm)
 {
-    comms_arrived(comm);
+    if (comm->joining)
+        arrives(comm);
     return atomic_load(&comm->real);
 }
 
-/* What is known only when it is there; with the gate entered, or alone. */
+/* It is ready; with the gate entered, or alone. */
 static void settle(struct comm *comm)
 {
     void *behind = arrived(comm);
 
-    if (!behind || !comm->joining)
+    if (!behind || !comm->joining || comm->ranks <= 0)
         return;
-    if (comm->ranks <= 0)
-        comms_sized(comm, nccl(ncclCommCount), nccl(ncclCommUserRank));
-    if (comm->ranks <= 0)
-        return;
-    nccl(ncclCommCuDevice)(behind, &comm->device);
-    if (!comm->context)
-        comm->context = current();
+    if (!comm->parent)
+        nccl(ncclCommCuDevice)(behind, &comm->device);
     comms_came(comm);
 }
 
@@ -625,17 +633,33 @@ static void all_done(struct comm *comm, uint64_t begun, int result)
             comms_failed(child);
 }
 
+/* SUCCESS where it is none any more. */
+static int state_of(void *behind)
+{
+    int now = NCCL_SUCCESS, failed = behind ? nccl(ncclCommGetAsyncError)(behind, &now) : NCCL_SUCCESS;
+
+    return failed ? failed : now;
+}
+
 /* By the shim's own thread, alone. */
 void nccl_look(struct comm *comm)
 {
     uint64_t begun = atomic_load(&comm->busy);
     void *behind = arrived(comm);
-    int now = NCCL_SUCCESS;
+    int now = comm->joining && comm->parent ? state_of(atomic_load(&comm->parent->real)) : NCCL_SUCCESS;
 
-    if (behind && (nccl(ncclCommGetAsyncError)(behind, &now) || now == NCCL_IN_PROGRESS))
+    if (now == NCCL_IN_PROGRESS)
+        return;
+    if (now != NCCL_SUCCESS) { /* whether it was made its parent tells, and it does not */
+        if (behind)
+            comms_failed(comm);
+        return;
+    }
+    now = state_of(behind);
+    if (now == NCCL_IN_PROGRESS)
         return;
     atomic_compare_exchange_strong(&comm->busy, &begun, 0);
-    if (now == NCCL_SUCCESS && comm->context)
+    if (now == NCCL_SUCCESS)
         settle(comm);
 }
 
@@ -644,22 +668,24 @@ static void *wait_for_it(void *comm)
 {
     gate_exempt();
     capture_leave_alone();
-    while (!comms_arrived(comm))
+    while (!arrives(comm))
         nanosleep(&(struct timespec){0, 1000000}, NULL);
     return NULL;
 }
 
 static void watch(struct comm *comm)
 {
+    pthread_attr_t attributes;
     pthread_t thread;
     sigset_t all, before;
 
-    if (comms_arrived(comm))
+    if (arrives(comm))
         return;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    if (!pthread_create(&thread, NULL, wait_for_it, comm))
-        pthread_detach(thread);
+    pthread_attr_init(&attributes);
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    pthread_create(&thread, &attributes, wait_for_it, comm); /* else whoever asks sees that it is there */
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
@@ -668,6 +694,8 @@ static int made(struct comm *comm, void **handle, void *behind, int result)
 {
     bool well = result == NCCL_SUCCESS || result == NCCL_IN_PROGRESS;
 
+    if (!comm->context)
+        comm->context = current();
     if (!behind) {
         comms_ended(comm);
         if (well)
@@ -807,38 +835,31 @@ EXPORT int ncclCommInitAll(void **handles, int n, const int *devices)
     return result;
 }
 
-/* NCCL says SUCCESS of a split that goes on behind the call, too. Its parent tells: as long it takes nothing else. */
-static int parent_says(struct comm *parent)
+static bool blocks(const struct comm *comm)
 {
-    void *behind = atomic_load(&parent->real);
-    int now = NCCL_SUCCESS;
-
-    if (behind && !nccl(ncclCommGetAsyncError)(behind, &now) && now == NCCL_IN_PROGRESS)
-        goes_on_behind(parent);
-    return now;
+    return !comm->config || comm->config->blocking != 0;
 }
 
+/* NCCL says SUCCESS of a split that goes on behind the call, too. Whether it does is not asked: another thread may ask just
+ * now, and NCCL is for one at a time. As long as it does its parent takes nothing else. */
 static int come_from(struct comm *parent, struct comm *comm, struct step *step, void **handle, int result)
 {
-    int said = result;
-
     comms_lock();
     comm->context = parent->context;
     comm->parent = parent;
     comm->place = handle;
     comms_unlock();
     step->words[0] = (word)(uintptr_t)comm;
-    if (said == NCCL_SUCCESS || said == NCCL_IN_PROGRESS) {
-        if (group.n) /* not before its end */
-            return result;
-        said = parent_says(parent);
-    }
-    if (said == NCCL_SUCCESS)
-        settle(comm);
-    else if (said == NCCL_IN_PROGRESS)
-        watch(comm);
-    else
+    if (result != NCCL_SUCCESS && result != NCCL_IN_PROGRESS) {
         comms_failed(comm);
+    } else if (!group.n) { /* else not before its end */
+        if (blocks(parent) && atomic_load(&comm->coming)) {
+            settle(comm);
+        } else {
+            goes_on_behind(parent);
+            watch(comm);
+        }
+    }
     return result;
 }
 
@@ -865,8 +886,8 @@ static int split_now(struct step *step)
     if (split->color != NCCL_NO_COLOR)
         return come_from(parent, comm, step, split->handle, result);
     comms_ended(comm);
-    if (from && !group.n)
-        parent_says(parent);
+    if (!group.n && !blocks(parent))
+        goes_on_behind(parent);
     return result;
 }
 
@@ -960,7 +981,11 @@ static int destroy_now(struct step *step)
     void *behind = atomic_load(&step->comm->real);
 
     comms_ended(step->comm);
-    return behind ? nccl(ncclCommDestroy)(behind) : NCCL_SUCCESS;
+    int result = behind ? nccl(ncclCommDestroy)(behind) : NCCL_SUCCESS;
+    for (struct comm *child = comms_first(); child; child = child->next)
+        if (child->parent == step->comm && child->joining && !arrives(child) && result != NCCL_INVALID_ARGUMENT)
+            comms_failed(child); /* it comes no more */
+    return result;
 }
 
 EXPORT int ncclCommDestroy(void *handle)
@@ -971,9 +996,15 @@ EXPORT int ncclCommDestroy(void *handle)
         return NCCL_SYSTEM_ERROR;
     if (FROM_NCCL || !(step.comm = comms_find(handle)))
         return nccl(ncclCommDestroy)(handle);
-    if (step.comm->ended && !atomic_load(&step.comm->real))
+    if (!step.comm->ended)
+        return issue(&step);
+    if (!atomic_load(&step.comm->real))
         return NCCL_SUCCESS;
-    return issue(&step);
+    while (!comms_enter_uncounted(false)) /* it has failed: its peers have counted nothing */
+        comms_wait();
+    int result = destroy_now(&step);
+    comms_leave();
+    return result;
 }
 
 /* Whoever aborts does not wait for anybody, so not at the gate either. */
@@ -986,11 +1017,18 @@ EXPORT int ncclCommAbort(void *handle)
     if (FROM_NCCL || !(comm = comms_find(handle)))
         return nccl(ncclCommAbort)(handle);
     bool open = comms_enter_uncounted(false);
+    while (!open && comm->ended
+           && atomic_load(&comm->real)) { /* it has failed, and is not among those that are closed */
+        comms_wait();
+        open = comms_enter_uncounted(false);
+    }
     void *behind = open ? atomic_load(&comm->real) : NULL;
+    for (struct comm *child = comms_first(); behind && child; child = child->next)
+        child->doomed = child->doomed || (child->parent == comm && child->joining && !arrives(child));
     comms_ended(comm);
     int result = behind ? nccl(ncclCommAbort)(behind) : NCCL_SUCCESS;
-    for (struct comm *child = comms_first(); child; child = child->next)
-        if (child->parent == comm && child->place) /* it comes no more */
+    for (struct comm *child = comms_first(); behind && child; child = child->next)
+        if (child->parent == comm && child->doomed && child->joining)
             comms_failed(child);
     if (open)
         comms_leave();
