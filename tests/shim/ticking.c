@@ -6,14 +6,13 @@ void *find_in(void *library, const char *symbol)
     return dlsym(library, symbol);
 }
 
+/* Of this library, by the linker's own names: what lies beside it is another one's. */
+extern const char __ehdr_start, _end;
+
 bool find_span(const void *address, struct span *span)
 {
-    Dl_info info;
-
-    if (!dladdr(address, &info))
-        return false;
-    *span = (struct span){(uintptr_t)info.dli_fbase, (uintptr_t)info.dli_fbase + (1 << 20)};
-    return true;
+    *span = (struct span){(uintptr_t)&__ehdr_start, (uintptr_t)&_end};
+    return (uintptr_t)address >= span->begin && (uintptr_t)address < span->end;
 }
 
 void becomes_known(void)
