@@ -66,6 +66,8 @@ KINDS = {
     "pipeline-schedule": Kind("pipeline.py", ["--kind", "schedule"]),
     "groups": Kind("groups.py"),
     "groups-threads": Kind("groups.py", ["--kind", "threads"]),
+    # PyTorch looks at nothing but the variable of a split that goes on behind the call.
+    "groups-non-blocking": Kind("groups.py", env={"TORCH_NCCL_USE_COMM_NONBLOCKING": "1"}),
     "trainer": Kind("trainer.py", via=ACCELERATE, needs="transformers accelerate"),
     "lightning": Kind("fit_lightning.py", via=PYTHON, needs="pytorch_lightning"),
     "jax-pmap": Kind("jax_two.py", ["--kind", "pmap"], PYTHON, ["trace"], "jax"),
