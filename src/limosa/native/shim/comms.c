@@ -201,10 +201,9 @@ void *comms_made(struct comm *comm, void *real)
     return handle;
 }
 
-bool comms_arrived(struct comm *comm)
+bool comms_arrived(struct comm *comm, void *real)
 {
     comms_lock();
-    void *real = atomic_load(&comm->coming);
     if (comm->place && real) {
         __atomic_store_n(comm->place, is_there(comm, real), __ATOMIC_RELEASE);
         comm->place = NULL;
@@ -227,10 +226,6 @@ void comms_ended(struct comm *comm)
 
 void comms_failed(struct comm *comm)
 {
-    if (!comms_arrived(comm)) {
-        comms_ended(comm);
-        return;
-    }
     comms_lock();
     comm->ended = true;
     comm->joining = false;

@@ -55,6 +55,7 @@ struct comm {
     struct comm *parent; /* it was split from it, or shrunk */
     bool joining; /* the call that makes it is under way */
     bool doomed; /* its parent was aborted meanwhile */
+    atomic_bool measured; /* one thread does it just now */
     _Atomic uint64_t busy; /* it does not block, and what was begun on it goes on behind the call: which; 0: nothing */
     bool ended; /* destroyed or aborted by the application, or never came; if it has failed the real one is there still */
     bool closed; /* by us */
@@ -85,10 +86,10 @@ struct comm *comms_find(const void *handle);
 struct comm *comms_new(struct comm_id id, int ranks, int rank, const struct nccl_config *config);
 /* The real one is there: from here on the application can name it. Returns what it is to have. */
 void *comms_made(struct comm *comm, void *real);
-/* The same of one that comes later, once: written to its place, as NCCL would. False: it has not come yet. */
-bool comms_arrived(struct comm *comm);
+/* The same of one that comes later, once: written to its place, as NCCL would. False: it has not come (NULL). */
+bool comms_arrived(struct comm *comm, void *real);
 void comms_ended(struct comm *comm);
-/* It did not come into being. The application may have a handle of it, and is to abort that. */
+/* It did not come into being. The application has a handle of it, and is to abort that. */
 void comms_failed(struct comm *comm);
 /* What cannot be counted, as a communicator that is to be made: let through where some rank has made it already. */
 void comms_enter(const struct counted *steps, size_t n);

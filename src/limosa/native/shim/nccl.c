@@ -586,16 +586,28 @@ EXPORT int ncclGroupSimulateEnd(void *information)
 
 /* ---- communicators come ---- */
 
-/* What a split has made is measured before anybody knows of it: its calls are counted by that. False: not there yet. */
+/* What a split has made is measured before anybody knows of it: its calls are counted by that, and NCCL is to be asked about a
+ * communicator by one thread at a time. False: not there yet. */
 static bool arrives(struct comm *comm)
 {
+    while (atomic_exchange(&comm->measured, true))
+        nanosleep(&(struct timespec){0, 20000}, NULL);
     void *behind = atomic_load(&comm->coming);
-
     if (comm->place && behind && comm->ranks <= 0) {
         comms_sized(comm, behind, nccl(ncclCommCount), nccl(ncclCommUserRank));
         nccl(ncclCommCuDevice)(behind, &comm->device);
     }
-    return comms_arrived(comm);
+    bool over = comms_arrived(comm, behind);
+    atomic_store(&comm->measured, false);
+    return over;
+}
+
+static void fails(struct comm *comm)
+{
+    if (arrives(comm))
+        comms_failed(comm);
+    else
+        comms_ended(comm);
 }
 
 /* One that was coming may be there; what it is now. */
@@ -618,11 +630,12 @@ static void settle(struct comm *comm)
     comms_came(comm);
 }
 
-/* What was begun on it when it was asked has come to its end; what was to come from it is there, or has failed. */
+/* What was begun on it when it was asked has come to its end; what was to come from it is there, or has failed. Whether it has
+ * come itself its parent tells: NCCL says SUCCESS of one that has failed. */
 static void all_done(struct comm *comm, uint64_t begun, int result)
 {
     atomic_compare_exchange_strong(&comm->busy, &begun, 0);
-    if (result == NCCL_SUCCESS)
+    if (result == NCCL_SUCCESS && !comm->parent)
         settle(comm);
     for (struct comm *child = comms_first(); child; child = child->next)
         if (child->parent != comm || !child->joining)
@@ -630,7 +643,7 @@ static void all_done(struct comm *comm, uint64_t begun, int result)
         else if (result == NCCL_SUCCESS)
             settle(child);
         else if (atomic_load(&child->coming)) /* else it may be an error of another call's */
-            comms_failed(child);
+            fails(child);
 }
 
 /* SUCCESS where it is none any more. */
@@ -652,7 +665,7 @@ void nccl_look(struct comm *comm)
         return;
     if (now != NCCL_SUCCESS) { /* whether it was made its parent tells, and it does not */
         if (behind)
-            comms_failed(comm);
+            fails(comm);
         return;
     }
     now = state_of(behind);
@@ -704,7 +717,7 @@ static int made(struct comm *comm, void **handle, void *behind, int result)
     }
     *handle = comms_made(comm, behind);
     if (!well)
-        comms_failed(comm);
+        fails(comm);
     else if (!result && !group.n)
         settle(comm);
     return result;
@@ -730,7 +743,7 @@ static void group_ended(int result)
         else if (result == NCCL_IN_PROGRESS)
             watch(comm);
         else
-            comms_failed(comm);
+            fails(comm);
     }
     make_current(before);
 }
@@ -835,8 +848,13 @@ EXPORT int ncclCommInitAll(void **handles, int n, const int *devices)
     return result;
 }
 
+/* As NCCL sees it. */
 static bool blocks(const struct comm *comm)
 {
+    const char *word = secure_getenv("NCCL_COMM_BLOCKING");
+
+    if (word && (*word == '0' || *word == '1') && !word[1])
+        return *word == '1';
     return !comm->config || comm->config->blocking != 0;
 }
 
@@ -851,7 +869,7 @@ static int come_from(struct comm *parent, struct comm *comm, struct step *step, 
     comms_unlock();
     step->words[0] = (word)(uintptr_t)comm;
     if (result != NCCL_SUCCESS && result != NCCL_IN_PROGRESS) {
-        comms_failed(comm);
+        fails(comm);
     } else if (!group.n) { /* else not before its end */
         if (blocks(parent) && atomic_load(&comm->coming)) {
             settle(comm);
@@ -982,9 +1000,10 @@ static int destroy_now(struct step *step)
 
     comms_ended(step->comm);
     int result = behind ? nccl(ncclCommDestroy)(behind) : NCCL_SUCCESS;
+    bool refused = result == NCCL_INVALID_ARGUMENT, failed = result && !refused && result != NCCL_IN_PROGRESS;
     for (struct comm *child = comms_first(); child; child = child->next)
-        if (child->parent == step->comm && child->joining && !arrives(child) && result != NCCL_INVALID_ARGUMENT)
-            comms_failed(child); /* it comes no more */
+        if (child->parent == step->comm && child->joining && (failed || (!arrives(child) && !refused)))
+            fails(child); /* it comes no more */
     return result;
 }
 
@@ -1023,13 +1042,20 @@ EXPORT int ncclCommAbort(void *handle)
         open = comms_enter_uncounted(false);
     }
     void *behind = open ? atomic_load(&comm->real) : NULL;
-    for (struct comm *child = comms_first(); behind && child; child = child->next)
-        child->doomed = child->doomed || (child->parent == comm && child->joining && !arrives(child));
+    int now = NCCL_SUCCESS;
+    bool asked = false;
+    for (struct comm *child = comms_first(); behind && child; child = child->next) {
+        if (child->parent != comm || !child->joining)
+            continue;
+        now = asked ? now : state_of(behind);
+        asked = true;
+        child->doomed = !arrives(child) || (now != NCCL_SUCCESS && now != NCCL_IN_PROGRESS);
+    }
     comms_ended(comm);
     int result = behind ? nccl(ncclCommAbort)(behind) : NCCL_SUCCESS;
     for (struct comm *child = comms_first(); behind && child; child = child->next)
-        if (child->parent == comm && child->doomed && child->joining)
-            comms_failed(child);
+        if (child->parent == comm && child->doomed && !child->ended)
+            fails(child);
     if (open)
         comms_leave();
     return result;
