@@ -16,7 +16,12 @@ ALONE = Path(__file__).parents[1] / "gpu" / "test_nccl_alone.py"
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_a_rank_that_is_alone(soft: Callable[..., Any], gpus: int) -> None:
     node = soft(gpus=gpus, memory="512MiB")
-    env = {"LIMOSA_VAULT_IDLE": "2", "LIMOSA_PROOF_TURNS": "2", **({"LIMOSA_ONE_GPU": "1"} if gpus == 1 else {})}
+    env = {
+        "LIMOSA_VAULT_IDLE": "2",
+        "LIMOSA_PROOF_TURNS": "2",
+        "LIMOSA_SHARE": "",
+        **({"LIMOSA_ONE_GPU": "1"} if gpus == 1 else {}),
+    }
     # A short path: the mover's socket lies below it (107 bytes).
     with tempfile.TemporaryDirectory(prefix="limosa-", ignore_cleanup_errors=True) as short:
         words = ["-q", "--basetemp", Path(short) / "inner", "-m", "gpu_nccl", ALONE]
