@@ -98,18 +98,13 @@ class Training:
         assert made[0] == made[1]
         self.desk.node.run([*self.words, self.twin_folder, *self.options, "--steps", str(made[0])], limit=200)
         for mine, twins in zip(self.files(self.folder), self.files(self.twin_folder), strict=True):
-            assert numbers(mine) == numbers(twins)
+            assert nccl_agent.numbers(mine) == nccl_agent.numbers(twins)
 
 
 def inside(pid: int) -> int:
     """What a process is called in its own pid namespace."""
     (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("NSpid:")]
     return int(line.split()[-1])
-
-
-def numbers(path: Path) -> list[list[str]]:
-    """The lines of a rank without their times."""
-    return [line.split()[:2] for line in path.read_text().splitlines()]
 
 
 @each("podman-512", "podman-262144", "runc-512", "containerd-512")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from soft_command import waits_for
+from softgpu.nccl_agent import numbers
 from support import end_session, has_ended
 
 from limosa.errors import LimosaError
@@ -157,11 +158,6 @@ class Ranks:
         """Ends all of it."""
         end_session(self.pid)
         waits_for(self.node, lambda: not any(Path(f"/proc/{pid}/fd").exists() for pid in self.pids))
-
-
-def numbers(path: Path) -> list[list[str]]:
-    """The lines of a rank without their times."""
-    return [line.split()[:2] for line in path.read_text().splitlines()]
 
 
 @contextlib.contextmanager

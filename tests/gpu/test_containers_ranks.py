@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,11 +19,11 @@ from boxes import ROOT, Box, Boxes
 from nccl_proofs import RANKS, TORCHRUN, TRACES
 from op_support import on
 from proofs import first_difference
-from test_containers_work import TURNS, A, B, Told, each, single, timed
+from test_containers_work import TURNS, A, B, Told, boxes, each, single, timed
 
 from limosa import operation
-from limosa.gpu import Inventory
 
+__all__ = ["boxes"]
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_containers, pytest.mark.two_gpus]
 AGENT = ROOT / "tests" / "softgpu" / "nccl_agent.py"
 SWAP = f"{A}={B},{B}={A}"
@@ -70,13 +70,6 @@ KINDS = {
     "plain": Kind([*AGENTS, "--pause", "2", "--p2p", "--elements", "65536"], ("rank-0", "rank-1"), slice(0, 2), 2),
     "torch": Kind([*TORCHRUN, str(RANKS / "ddp.py"), "--record", "FOLDER/trace"], TRACES, slice(2, None), 1),
 }
-
-
-@pytest.fixture
-def boxes(runtime: Path, gpus: Inventory) -> Iterator[Boxes]:
-    """Containers, which end with the test."""
-    with Boxes() as made:
-        yield made
 
 
 def twin(kind: Kind, folder: Path, steps: int, limit: float) -> None:

@@ -39,6 +39,11 @@ def tell(path: Path, text: str) -> None:
     new.replace(path)
 
 
+def numbers(path: Path) -> list[list[str]]:
+    """The lines of a rank without their times."""
+    return [line.split()[:2] for line in path.read_text().splitlines()]
+
+
 def main(folder: Path, n: int, options: list[str]) -> int:
     from nccl_store import Store
 

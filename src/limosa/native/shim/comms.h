@@ -55,7 +55,7 @@ struct comm {
     struct comm *parent; /* it was split from it, or shrunk */
     bool joining; /* the call that makes it is under way */
     bool doomed; /* its parent was aborted meanwhile */
-    atomic_bool measured; /* one thread does it just now */
+    atomic_bool measuring; /* a thread does it just now */
     _Atomic uint64_t busy; /* it does not block, and what was begun on it goes on behind the call: which; 0: nothing */
     bool ended; /* destroyed or aborted by the application, or never came; if it has failed the real one is there still */
     bool closed; /* by us */

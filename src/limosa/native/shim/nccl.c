@@ -533,9 +533,10 @@ static int end_group(int failed, int result)
         if (result == NCCL_IN_PROGRESS && group.steps[i].comm)
             goes_on_behind(group.steps[i].comm);
     }
-    group_ended(result);
-    if (makes)
+    if (makes) {
+        group_ended(result);
         look_for_newer();
+    }
     return failed ? failed : result;
 }
 
@@ -590,7 +591,7 @@ EXPORT int ncclGroupSimulateEnd(void *information)
  * communicator by one thread at a time. False: not there yet. */
 static bool arrives(struct comm *comm)
 {
-    while (atomic_exchange(&comm->measured, true))
+    while (atomic_exchange(&comm->measuring, true))
         nanosleep(&(struct timespec){0, 20000}, NULL);
     void *behind = atomic_load(&comm->coming);
     if (comm->place && behind && comm->ranks <= 0) {
@@ -598,7 +599,7 @@ static bool arrives(struct comm *comm)
         nccl(ncclCommCuDevice)(behind, &comm->device);
     }
     bool over = comms_arrived(comm, behind);
-    atomic_store(&comm->measured, false);
+    atomic_store(&comm->measuring, false);
     return over;
 }
 
@@ -727,8 +728,6 @@ static int join_now(struct step *step);
 
 static void group_ended(int result)
 {
-    CUcontext before = current();
-
     for (size_t i = 0; i < group.n; i++) {
         struct step *step = &group.steps[i];
         struct comm *comm = step->more ? (struct comm *)(uintptr_t)step->words[0] : NULL;
@@ -745,7 +744,6 @@ static void group_ended(int result)
         else
             fails(comm);
     }
-    make_current(before);
 }
 
 /* By unique ids: the first one names it. */
@@ -1036,21 +1034,15 @@ EXPORT int ncclCommAbort(void *handle)
     if (FROM_NCCL || !(comm = comms_find(handle)))
         return nccl(ncclCommAbort)(handle);
     bool open = comms_enter_uncounted(false);
-    while (!open && comm->ended
-           && atomic_load(&comm->real)) { /* it has failed, and is not among those that are closed */
+    /* One that has failed is not among those that are closed. */
+    for (; !open && comm->ended && atomic_load(&comm->real); open = comms_enter_uncounted(false))
         comms_wait();
-        open = comms_enter_uncounted(false);
-    }
     void *behind = open ? atomic_load(&comm->real) : NULL;
-    int now = NCCL_SUCCESS;
-    bool asked = false;
-    for (struct comm *child = comms_first(); behind && child; child = child->next) {
-        if (child->parent != comm || !child->joining)
-            continue;
-        now = asked ? now : state_of(behind);
-        asked = true;
-        child->doomed = !arrives(child) || (now != NCCL_SUCCESS && now != NCCL_IN_PROGRESS);
-    }
+    for (struct comm *child = comms_first(); behind && child; child = child->next)
+        if (child->parent == comm && child->joining) {
+            int now = state_of(behind);
+            child->doomed = !arrives(child) || (now != NCCL_SUCCESS && now != NCCL_IN_PROGRESS);
+        }
     comms_ended(comm);
     int result = behind ? nccl(ncclCommAbort)(behind) : NCCL_SUCCESS;
     for (struct comm *child = comms_first(); behind && child; child = child->next)
