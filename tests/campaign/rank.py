@@ -172,20 +172,21 @@ class Rank:
                     os._exit(3)
             time.sleep(0.01)
 
-    def all_reduce(self, to: int, comm: int, begin: int = 0, end: int | None = None) -> None:
+    def all_reduce(self, to: int, comm: int, begin: int = 0, end: int | None = None, *, in_group: bool = False) -> None:
         count = (self.ranks.numbers if end is None else end) - begin
         at = (self.own + 4 * begin, to + 4 * begin)
-        self.nccl.nccl("ncclAllReduce", *at, count, UINT32, self.nccl.SUM, comm, self.stream)
+        order = (*at, count, UINT32, self.nccl.SUM, comm, self.stream)
+        self.nccl.issue("ncclAllReduce", *order, on=() if in_group else (comm,))
 
     def talk(self) -> None:
         """What all have, what those of the same parity have, what the rank before has."""
         nccl, half = self.nccl, self.ranks.numbers // 2
         if self.ranks.groups:
             nccl.nccl("ncclGroupStart")
-            self.all_reduce(self.sums, self.world, 0, half)
-            self.all_reduce(self.par, self.parity)
-            self.all_reduce(self.sums, self.world, half)
-            nccl.nccl("ncclGroupEnd")
+            self.all_reduce(self.sums, self.world, 0, half, in_group=True)
+            self.all_reduce(self.par, self.parity, in_group=True)
+            self.all_reduce(self.sums, self.world, half, in_group=True)
+            nccl.issue("ncclGroupEnd", on=(self.world, self.parity))
         else:
             self.all_reduce(self.sums, self.world)
             self.all_reduce(self.par, self.parity)
@@ -195,7 +196,7 @@ class Rank:
             nccl.nccl("ncclGroupStart")
             nccl.nccl("ncclSend", self.own, self.ranks.numbers, UINT32, next_, *more)
             nccl.nccl("ncclRecv", self.ring, self.ranks.numbers, UINT32, last, *more)
-            nccl.nccl("ncclGroupEnd")
+            nccl.issue("ncclGroupEnd", on=(self.world,))
 
     def read(self, address: int) -> np.ndarray:
         return np.frombuffer(self.nccl.get(address, self.bytes), np.uint32)

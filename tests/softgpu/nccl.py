@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+import time
+from collections.abc import Sequence
 from ctypes import byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
 
@@ -135,6 +138,20 @@ def nccl(name: str, *arguments: Any) -> None:
         raise NcclError(name, code, libnccl.ncclGetLastError(None).decode())
 
 
+def issue(name: str, *arguments: Any, on: Sequence[int]) -> None:
+    """Call a function that orders something, or ends a group; wait until these communicators are done with it.
+
+    One that does not block goes on behind the call, and takes no more orders until it answers that it is done.
+    """
+    code, words = raw(name, *arguments), ""
+    for comm in on if code == IN_PROGRESS else ():
+        while (code := async_error(comm)) == IN_PROGRESS:
+            time.sleep(0.0002)
+        words = words or f"communicator {comm:#x}" * (code != SUCCESS)
+    if code != SUCCESS:
+        raise NcclError(name, code, words or libnccl.ncclGetLastError(None).decode())
+
+
 def cu(name: str, *arguments: Any) -> None:
     """Call a function of the driver that must succeed."""
     code = int(getattr(libcuda, name)(*arguments))
@@ -215,9 +232,14 @@ def split(comm: int, colour: int, key: int, config: Config | None = None) -> int
     return int(made.value or 0)
 
 
+_asking = threading.Lock()
+
+
 def async_error(comm: int) -> int:
+    """By one thread at a time: whoever finds that a group is done lets go of it, and NCCL does not guard that."""
     error = c_int(-1)
-    nccl("ncclCommGetAsyncError", comm, byref(error))
+    with _asking:
+        nccl("ncclCommGetAsyncError", comm, byref(error))
     return error.value
 
 

@@ -260,11 +260,12 @@ class Work:
             nccl.nccl("ncclBroadcast", *broadcast, captured)
             nccl.cu("cuStreamEndCapture", ctypes.c_void_p(captured), ctypes.byref(handle))
 
-    def all_reduce(self, to: int, comm: int, begin: int = 0, end: int | None = None) -> None:
+    def all_reduce(self, to: int, comm: int, begin: int = 0, end: int | None = None, *, in_group: bool = False) -> None:
         end = self.count if end is None else end
         offset = 4 * begin
         op = self.operators[begin > 0] if self.operators and comm == self.world else nccl.SUM
-        nccl.nccl("ncclAllReduce", self.own + offset, to + offset, end - begin, UINT32, op, comm, self.stream)
+        order = (self.own + offset, to + offset, end - begin, UINT32, op, comm, self.stream)
+        nccl.issue("ncclAllReduce", *order, on=() if in_group else (comm,))
 
     def operator(self, comm: int, factor: int) -> int:
         """An operator of its own: what each rank gives is multiplied first."""
@@ -277,10 +278,10 @@ class Work:
         options, half, begun = self.rank.options, self.count // 2, steady_seconds()
         if options.groups:
             nccl.nccl("ncclGroupStart")
-            self.all_reduce(self.sums, self.world, 0, half)
-            self.all_reduce(self.parity_sums, self.parity)
-            self.all_reduce(self.sums, self.world, half)
-            nccl.nccl("ncclGroupEnd")
+            self.all_reduce(self.sums, self.world, 0, half, in_group=True)
+            self.all_reduce(self.parity_sums, self.parity, in_group=True)
+            self.all_reduce(self.sums, self.world, half, in_group=True)
+            nccl.issue("ncclGroupEnd", on=(self.world, self.parity))
         else:
             self.all_reduce(self.sums, self.world)
             self.all_reduce(self.parity_sums, self.parity)
@@ -291,7 +292,7 @@ class Work:
             nccl.nccl("ncclGroupStart")
             nccl.nccl("ncclSend", self.own, self.count, UINT32, after, self.world, self.stream)
             nccl.nccl("ncclRecv", self.ring, self.count, UINT32, before, self.world, self.stream)
-            nccl.nccl("ncclGroupEnd")
+            nccl.issue("ncclGroupEnd", on=(self.world,))
         if self.rank.watchdog:
             self.rank.watchdog.issued(begun, self.stream)
 

@@ -160,11 +160,11 @@ def _check(name: str, kind: str, count: int, op: int, root: int, in_place: bool)
         else:
             to = own
     if name == "Bcast":
-        N.nccl("ncclBcast", own, count, type_, root, comm, stream)
+        N.issue("ncclBcast", own, count, type_, root, comm, stream, on=(comm,))
         return same(own, expected)
     arguments = [op] if name in ("AllReduce", "Reduce", "ReduceScatter") else []
     arguments += [root] if name in ("Reduce", "Broadcast", "Gather", "Scatter") else []
-    N.nccl(f"nccl{name}", own, to, count, type_, *arguments, comm, stream)
+    N.issue(f"nccl{name}", own, to, count, type_, *arguments, comm, stream, on=(comm,))
     N.synchronize(stream)
     if name in ("Reduce", "Gather") and rank != root:
         return True

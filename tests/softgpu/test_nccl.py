@@ -75,6 +75,16 @@ def apart(new_node: Callable[..., Node]) -> Ranks:
     return Ranks(new_node(memory="128MiB"), 2, connected=False)
 
 
+def not_blocking(new_node: Callable[..., Node], n: int) -> Ranks:
+    """They have a communicator that does not block, and is ready."""
+    ranks = Ranks(new_node(gpus=n, memory="128MiB"), n, connected=False)
+    unique = ranks.far[0]("unique()")
+    assert ranks.each(f"init_aside({unique!r})") == [IN_PROGRESS] * n
+    for far in ranks.far:
+        until(lambda far=far: far("N.async_error(W.comm)") == 0)
+    return ranks
+
+
 # --- what comes out ---------------------------------------------------------------------------------------------------
 
 
@@ -180,21 +190,36 @@ def test_an_init_that_does_not_block(apart: Ranks) -> None:
     assert apart.each("destroy()") == [0, 0]
 
 
-def test_a_split_that_does_not_block_has_no_handle_before_it_is_done(apart: Ranks) -> None:
-    """Its parent is in progress as long."""
-    unique = apart.far[0]("unique()")
-    apart.each(f"init_aside({unique!r})")
-    for far in apart.far:
-        until(lambda far=far: far("N.async_error(W.comm)") == 0)
-    apart.each("W.made = ctypes.c_void_p()")
-    split = "result('ncclCommSplit', W.comm, 0, {}, ctypes.byref(W.made), None)"
-    assert apart.far[0](split.format(0)) == 0  # NCCL says so, too
+@pytest.mark.parametrize("n", [2, 3], ids=["split", "shrink"])
+def test_a_child_of_what_does_not_block_has_no_handle_before_it_is_done(new_node: Callable[..., Node], n: int) -> None:
+    """Its parent is in progress as long; the shrink leaves the third rank out."""
+    ranks, two = not_blocking(new_node, n), [0, 1]
+    ranks.each("W.made = ctypes.c_void_p(); W.out = (ctypes.c_int * 1)(2)")
+    child = "result('ncclCommSplit', W.comm, 0, {rank}, ctypes.byref(W.made), None)"
+    if n == 3:
+        child = "result('ncclCommShrink', W.comm, W.out, 1, ctypes.byref(W.made), None, 0)"
+    assert ranks.each(child, [0]) == [0]  # NCCL says so, too
     time.sleep(0.2)
-    assert apart.far[0]("[W.made.value, N.async_error(W.comm)]") == [None, IN_PROGRESS]
-    assert apart.far[1](split.format(1)) == 0
-    for far in apart.far:
+    assert ranks.far[0]("[W.made.value, N.async_error(W.comm)]") == [None, IN_PROGRESS]
+    assert ranks.each(child, [1]) == [0]
+    for far in ranks.far[:2]:
         until(lambda far=far: far("N.async_error(W.comm)") == 0)
-        assert far("N.number('ncclCommCount', W.made.value)") == 2
+    assert ranks.each("N.number('ncclCommCount', W.made.value)", two) == [2, 2]
+    ranks.each("W.comm = W.made.value; W.n = 2", two)
+    assert ranks.each("check('AllReduce', 'f4', 1000)", two) == [True, True]
+
+
+def test_what_does_not_block_goes_on_behind_its_calls(new_node: Callable[..., Node]) -> None:
+    ranks = not_blocking(new_node, 2)
+    assert ranks.each("all_reduce()") == [IN_PROGRESS, IN_PROGRESS]
+    for far in ranks.far:
+        until(lambda far=far: far("N.async_error(W.comm)") == 0)
+    assert ranks.each("[result('ncclGroupStart'), all_reduce(), all_reduce()]") == [[0, 0, 0], [0, 0, 0]]
+    assert ranks.each("result('ncclGroupEnd')") == [IN_PROGRESS, IN_PROGRESS]
+    for far in ranks.far:
+        until(lambda far=far: far("N.async_error(W.comm)") == 0)
+    alone = not_blocking(new_node, 1).far[0]
+    assert INVALID_ARGUMENT in alone("[all_reduce() for _ in range(1000)]")  # the next order, before it is done
 
 
 def test_an_init_whose_peer_does_not_come_is_aborted(apart: Ranks) -> None:

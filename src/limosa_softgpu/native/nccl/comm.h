@@ -134,6 +134,7 @@ struct comm {
     pthread_mutex_t mutex;
     pthread_cond_t changed;
     _Atomic int async; /* ncclResult_t */
+    _Atomic uint64_t settles; /* until then one that does not block is in progress with what it was ordered last: ns */
     atomic_bool aborted;
     bool ended; /* finalised, destroyed or aborted: takes no more operations */
     bool quiet; /* finalised, and all others have */
@@ -184,8 +185,8 @@ void peers_let_go(struct comm *comm);
 struct start {
     struct comm *comm;
     ncclComm_t *to; /* where the application wants the handle */
-    struct comm *parent; /* of a split: held */
-    uint64_t split;
+    struct comm *parent; /* of a split or a shrink: held */
+    uint64_t split; /* 0: a shrink */
     int colour, key;
 };
 ncclResult_t start_all(struct start *starts, int n);
@@ -197,6 +198,9 @@ ncclResult_t comm_finish(struct comm *comm);
 void comm_end(struct comm *comm);
 
 /* run.c */
+#define SETTLE_NS 500000ull /* NCCL launches in a thread of its own, and says only when asked that this is over */
+uint64_t now_ns(void);
+/* ncclInProgress: of one that does not block. */
 ncclResult_t launch(struct comm *comm, const struct operation *operations, int n);
 bool comm_enter(struct comm *comm); /* false where it is aborted */
 void comm_leave(struct comm *comm);

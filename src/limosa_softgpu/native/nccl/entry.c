@@ -96,7 +96,8 @@ static ncclResult_t state_of(struct comm *comm)
         comm_leave(comm);
     }
     ncclResult_t state = (ncclResult_t)comm->async;
-    return state == ncclSuccess && atomic_load(&comm->splitting) > 0 ? ncclInProgress : state;
+    bool busy = atomic_load(&comm->splitting) > 0 || now_ns() < atomic_load(&comm->settles);
+    return state == ncclSuccess && busy ? ncclInProgress : state;
 }
 
 EXPORT ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *error)
@@ -109,11 +110,11 @@ EXPORT ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *error)
 }
 
 /* A number that a communicator that is ready can tell. */
-static ncclResult_t tell(const struct comm *comm, int *to, int value)
+static ncclResult_t tell(struct comm *comm, int *to, int value)
 {
     if (!to)
         return wrong("no place for the answer");
-    if (comm->async == ncclInProgress && !comm->ended)
+    if (!comm->ended && state_of(comm) == ncclInProgress)
         return wrong("the communicator is not ready");
     *to = value;
     return ncclSuccess;
@@ -385,7 +386,8 @@ EXPORT ncclResult_t ncclCommShrink(ncclComm_t comm, int *list, int n, ncclComm_t
     name_of(name, &unique, sizeof(unique));
     if (flags & NCCL_SHRINK_ABORT)
         stop(found);
-    RETURN_COMM(begin((struct start){.to = to}, name, left, rank, config ? config : &found->config, blocking));
+    config = config ? config : &found->config;
+    RETURN(begin((struct start){.to = to, .parent = found}, name, left, rank, config, blocking)); /* likewise */
 }
 
 /* ----------------------------------------------------------------------------------------------------- ending --- */
@@ -409,6 +411,10 @@ static ncclResult_t end(ncclComm_t handle, bool abort)
 
     if (!found)
         return ncclInvalidArgument;
+    if (!abort && state_of(found) == ncclInProgress) {
+        comm_drop(found);
+        return wrong("the communicator is not ready");
+    }
     found->ended = true;
     if (!abort)
         result = comm_finish(found);

@@ -145,9 +145,9 @@ static ncclResult_t start_one(struct start *start)
     ncclResult_t result = ncclInternalError;
 
     if (comm_enter(comm)) {
-        if (start->parent && !split_of(start->parent, start))
+        if (start->split && !split_of(start->parent, start))
             result = start->parent->aborted ? ncclInternalError : (ncclResult_t)start->parent->async;
-        else if (start->parent && start->colour == NCCL_SPLIT_NOCOLOR)
+        else if (start->split && start->colour == NCCL_SPLIT_NOCOLOR)
             result = ncclSuccess;
         else
             result = connect_all(comm);

@@ -10,6 +10,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 struct launch {
@@ -347,6 +348,14 @@ static ncclResult_t submit(struct comm *comm, struct launch *launch, const struc
     return result;
 }
 
+uint64_t now_ns(void)
+{
+    struct timespec now;
+
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
 ncclResult_t launch(struct comm *comm, const struct operation *operations, int n)
 {
     struct launch *made = malloc(sizeof(*made) + (size_t)n * sizeof(*operations));
@@ -377,5 +386,8 @@ ncclResult_t launch(struct comm *comm, const struct operation *operations, int n
     }
     if (before != comm->context)
         cuda.cuCtxSetCurrent(before);
-    return result;
+    if (result != ncclSuccess || comm->blocking)
+        return result;
+    atomic_store(&comm->settles, now_ns() + SETTLE_NS);
+    return ncclInProgress;
 }
