@@ -283,8 +283,9 @@ class Run(Fault):
             self._judge_ranks(now[0], rc, unfinished=unfinished)
         grown, new = next(((one["descriptors"], one["new"]) for one in found.said if "descriptors" in one), (0, []))
         ours = [where for where in new if where.startswith(f"{room.base}/")]
-        # Modules and libraries that were loaded on the way have some; after a 40 something is left to recover.
-        if grown > (12 if rc == 40 else 6) or (ours and rc != 40):
+        # Modules and libraries that were loaded on the way have some; after a 40 something is left to recover, with a
+        # file of each process that has memory on a GPU.
+        if grown > (12 + len(self.jobs[0].cuda_pids) if rc == 40 else 6) or (ours and rc != 40):
             problems.append(f"limosa itself has left {grown} descriptors open: {new}")
 
     def _of_ranks(self) -> list[list[int]]:

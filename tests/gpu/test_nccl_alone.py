@@ -27,13 +27,15 @@ from limosa.gpu import Inventory
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_nccl, pytest.mark.timeout(150, method="signal")]
 AGENT = Path(__file__).parents[1] / "softgpu" / "nccl_agent.py"
 TURNS = int(os.environ.get("LIMOSA_PROOF_TURNS", "5"))
-MORE, LIMIT = 100, 60.0
+LIMIT = 60.0
+ANEW = ["--anew"]
+"""A split each step: half a second with the real NCCL."""
 KINDS = {
     "blocking": [],
     "non-blocking": ["--nonblocking", "--watchdog"],
-    "group": ["--split-in-group", "--anew"],
-    "non-blocking-group": ["--split-in-group", "--anew", "--nonblocking", "--watchdog"],
-    "threads": ["--nonblocking", "--groups", "--threads", "--watchdog", "--anew"],
+    "group": ["--split-in-group", *ANEW],
+    "non-blocking-group": ["--split-in-group", *ANEW, "--nonblocking", "--watchdog"],
+    "threads": ["--nonblocking", "--groups", "--threads", "--watchdog", *ANEW],
     "registered": ["--register", "--operators"],
 }
 
@@ -53,7 +55,7 @@ class Alone:
     """The job, or its twin."""
 
     def __init__(self, folder: Path, kind: str):
-        self.folder = folder
+        self.folder, self.steps = folder, 3 if "--anew" in KINDS[kind] else 10
         more = ["--pause", "2", "--elements", "65536", "--until", str(folder / "until")]
         self.argv = [sys.executable, str(AGENT), str(folder), "--ranks", "1", "--steps", "1000000", *more, *KINDS[kind]]
         folder.mkdir()
@@ -78,7 +80,7 @@ class Alone:
             time.sleep(0.01)
 
     def goes_on(self) -> None:
-        goal = len(self.lines()) + 10
+        goal = len(self.lines()) + self.steps
         self.until(lambda: len(self.lines()) >= goal, f"step {goal}")
 
 
@@ -116,7 +118,7 @@ def test_one_rank_computes_what_its_twin_does(
                 limosa("move", pid, "--to", to, "--force=nccl-beside", rc=0, limit=LIMIT)
                 assert on(rank) == {to}
             job.goes_on()
-        last = len(job.lines()) + MORE
+        last = len(job.lines()) + 3 * job.steps
         (job.folder / "until.new").write_text(str(last))
         (job.folder / "until.new").rename(job.folder / "until")
         job.until(lambda: job.verdict() != "", "end")
