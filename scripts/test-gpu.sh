@@ -147,6 +147,7 @@ containers() {
     if "$PY" -I native_build.py >/dev/null; then
         if [ -n "${KEYS:-}" ]; then
             limit=${LIMIT:-300}
+            case $KEYS in *plain*) find_nccl ;; esac
             part -s -m gpu_containers -k "$KEYS" tests/gpu/test_containers_*.py
         else
             limit=${LIMIT:-90}
