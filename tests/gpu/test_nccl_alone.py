@@ -1,7 +1,7 @@
 """A rank that is alone with NCCL, on one GPU: communicators that come late, and those that hang on another.
 
 NCCL writes the handle of a split after the call, where that does not block or is in a group. Here that is the real one,
-and a machine with one GPU is enough.
+and a machine with one GPU is enough. PyTorch looks at nothing but that handle.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from nccl_proofs import Pair, Turn
+from nccl_proofs import RANKS, TORCHRUN, Pair, Turn
 from op_support import ONE_GPU, on
 from proofs import first_difference
 
 from limosa.gpu import Inventory
+from limosa.process.identity import Identity
+from limosa.process.tree import job_tree
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_nccl, pytest.mark.timeout(150, method="signal")]
 AGENT = Path(__file__).parents[1] / "softgpu" / "nccl_agent.py"
@@ -36,8 +38,14 @@ KINDS = {
     "group": ["--split-in-group", *ANEW],
     "non-blocking-group": ["--split-in-group", *ANEW, "--nonblocking", "--watchdog"],
     "threads": ["--nonblocking", "--groups", "--threads", "--watchdog", *ANEW],
+    "by-pointer": ["--by-pointer", "--nonblocking", *ANEW],
     "registered": ["--register", "--operators"],
 }
+TORCH = {"torch": {}, "torch-non-blocking": {"TORCH_NCCL_USE_COMM_NONBLOCKING": "1"}}
+"""PyTorch's process groups, all kinds of them, of one rank; what is in the environment."""
+WITH_VERDICT = (
+    'if "$@" >"$0/torch.out" 2>&1; then echo right; else echo wrong; fi >"$0/said"; mv "$0/said" "$0/verdict"'
+)
 
 
 def libraries() -> dict[str, str]:
@@ -55,22 +63,28 @@ class Alone:
     """The job, or its twin."""
 
     def __init__(self, folder: Path, kind: str):
-        self.folder, self.steps = folder, 3 if "--anew" in KINDS[kind] else 10
-        more = ["--pause", "2", "--elements", "65536", "--until", str(folder / "until")]
-        self.argv = [sys.executable, str(AGENT), str(folder), "--ranks", "1", "--steps", "1000000", *more, *KINDS[kind]]
+        self.folder, self.steps = folder, 10
+        if kind in TORCH:
+            run = [*TORCHRUN[:-1], "--nproc-per-node=1", str(RANKS / "groups.py"), "--record", str(folder / "trace")]
+            self.argv = ["sh", "-c", WITH_VERDICT, str(folder), *run]
+            self.file, self.words = folder / "trace", slice(2, None)
+        else:
+            more = ["--steps", "1000000", "--pause", "2", "--elements", "65536", "--until", str(folder / "until")]
+            self.argv = [sys.executable, str(AGENT), str(folder), "--ranks", "1", *more, *KINDS[kind]]
+            self.file, self.words = folder / "rank-0", slice(2)
+            self.steps = 3 if "--anew" in KINDS[kind] else 10
         folder.mkdir()
 
     def lines(self) -> list[str]:
-        path = self.folder / "rank-0"
-        text = path.read_text() if path.exists() else ""
-        return [" ".join(line.split()[:2]) for line in text.rpartition("\n")[0].splitlines()]
+        text = self.file.read_text() if self.file.exists() else ""
+        return [" ".join(line.split()[self.words]) for line in text.rpartition("\n")[0].splitlines()]
 
     def said(self) -> str:
         return "".join(path.read_text()[-2000:] for path in self.folder.glob("*.out"))
 
     def verdict(self) -> str:
         path = self.folder / "verdict"
-        return path.read_text() if path.exists() else ""
+        return path.read_text().strip() if path.exists() else ""
 
     def until(self, true: Callable[[], bool], what: str) -> None:
         end = time.monotonic() + LIMIT
@@ -96,27 +110,43 @@ def own(gpus: Inventory) -> Iterator[tuple[int, ...]]:
     turn.pass_on()
 
 
+def places(pid: int) -> set[int]:
+    """The GPUs on which a job holds memory, by NVML."""
+    return {gpu for one in job_tree(Identity.of(pid)) for gpu in on(one.pid)}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_rank_computes_what_its_twin_does(
     limosa: Callable[..., Any], own: tuple[int, ...], tmp_path: Path, kind: str
 ) -> None:
     """It is moved while it computes; on a machine of one GPU it is suspended and resumed."""
-    job, env = Alone(tmp_path / "job", kind), {**libraries(), "CUDA_VISIBLE_DEVICES": ",".join(map(str, own))}
-    pid: int = limosa("run", "--detach", "-o", "json", "--", *job.argv, env=env, cwd=tmp_path, rc=0, limit=30).json[
-        "pid"
-    ]
+    goes_its_way(limosa, own, tmp_path, kind, libraries())
+
+
+@pytest.mark.parametrize("kind", TORCH)
+def test_pytorchs_groups_of_one_rank(
+    limosa: Callable[..., Any], own: tuple[int, ...], tmp_path: Path, kind: str
+) -> None:
+    """Likewise."""
+    goes_its_way(limosa, own, tmp_path, kind, TORCH[kind])
+
+
+def goes_its_way(
+    limosa: Callable[..., Any], own: tuple[int, ...], folder: Path, kind: str, env: Mapping[str, str]
+) -> None:
+    job, env = Alone(folder / "job", kind), {**env, "CUDA_VISIBLE_DEVICES": ",".join(map(str, own))}
+    pid: int = limosa("run", "--detach", "-o", "json", "--", *job.argv, env=env, cwd=folder, rc=0, limit=30).json["pid"]
     try:
         job.goes_on()
-        rank = int((job.folder / "ranks").read_text())
         for turn in range(TURNS):
             if ONE_GPU:
                 limosa("suspend", pid, rc=0, limit=LIMIT)
-                assert not on(rank)
+                assert not places(pid)
                 limosa("resume", pid, rc=0, limit=LIMIT)
             else:
                 to = own[(turn + 1) % 2]
                 limosa("move", pid, "--to", to, "--force=nccl-beside", rc=0, limit=LIMIT)
-                assert on(rank) == {to}
+                assert places(pid) == {to}
             job.goes_on()
         last = len(job.lines()) + 3 * job.steps
         (job.folder / "until.new").write_text(str(last))
@@ -126,9 +156,9 @@ def test_one_rank_computes_what_its_twin_does(
     finally:
         if not job.verdict():
             os.killpg(pid, signal.SIGKILL)
-    twin = Alone(tmp_path / "twin", kind)
+    twin = Alone(folder / "twin", kind)
     (twin.folder / "until").write_text(str(last))
-    subprocess.run(twin.argv, env={**os.environ, **env}, cwd=tmp_path, timeout=LIMIT, check=True)
-    assert len(job.lines()) == len(twin.lines()) == last
+    subprocess.run(twin.argv, env={**os.environ, **env}, cwd=folder, timeout=LIMIT, check=True)
+    assert len(job.lines()) == len(twin.lines()) == last, twin.said()
     different = first_difference(job.lines(), twin.lines())
     assert different is None, f"it differs from its twin: {different}"

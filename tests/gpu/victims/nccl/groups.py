@@ -1,6 +1,6 @@
-"""Several process groups at once: of two ranks and of one, split, made and ended on the way (see common.py).
+"""Several process groups at once: of all ranks and of one, split, made and ended on the way (see common.py).
 
-    torchrun --nproc-per-node=2 groups.py --record FILE --kind plain|threads|graph
+    torchrun --nproc-per-node=1|2 groups.py --record FILE --kind plain|threads|graph
 
 Every collective that PyTorch knows is used, each on another group, some of them at the same time. threads: a second
 thread of each rank has a group of its own, before each step: NCCL wants all ranks to use their communicators in one
@@ -22,11 +22,12 @@ class Groups:
 
     def __init__(self, record):
         self.rank, self.device, self.cuda = record.rank, record.device, record.device.type == "cuda"
-        self.second = dist.new_group([0, 1])
-        self.alone = [dist.new_group([rank]) for rank in range(2)][self.rank]
+        self.n, self.all = dist.get_world_size(), [*range(dist.get_world_size())]
+        self.second = dist.new_group(self.all)
+        self.alone = [dist.new_group([rank]) for rank in self.all][self.rank]
         # Gloo cannot split.
-        self.parted = dist.split_group(split_ranks=[[0, 1]]) if self.cuda else dist.new_group([0, 1])
-        self.single = dist.split_group(split_ranks=[[0], [1]]) if self.cuda else self.alone
+        self.parted = dist.split_group(split_ranks=[self.all]) if self.cuda else dist.new_group(self.all)
+        self.single = dist.split_group(split_ranks=[[rank] for rank in self.all]) if self.cuda else self.alone
         self.scaled = None
         if self.cuda:
             from torch.distributed import _make_nccl_premul_sum
@@ -38,8 +39,8 @@ class Groups:
     def step(self, number):
         """Some of everything; the values stay small."""
         x, other = self.x, torch.empty_like(self.x)
-        whole = torch.empty(2 * SIZE, device=self.device)
-        half = torch.empty(SIZE // 2, device=self.device)
+        whole = torch.empty(self.n * SIZE, device=self.device)
+        half = torch.empty(SIZE // self.n, device=self.device)
         a, b = x.clone(), x * 0.5
         works = [
             dist.all_reduce(a, async_op=True),
@@ -50,24 +51,24 @@ class Groups:
             work.wait()
         dist.reduce_scatter_tensor(half, a + b, group=self.parted)
         dist.all_reduce(half, group=self.alone)
-        dist.broadcast(half, 0, group=self.single) if self.rank == 0 else dist.broadcast(half, 1, group=self.single)
-        dist.broadcast(a, number % 2, group=self.second)
-        dist.reduce(b, 1 - number % 2)
+        dist.broadcast(half, self.rank, group=self.single)
+        dist.broadcast(a, number % self.n, group=self.second)
+        dist.reduce(b, (number + 1) % self.n)
         if self.cuda:
             dist.all_to_all_single(other, x, group=self.second)
             dist.all_reduce(b, op=self.scaled, group=self.parted)
             with dist._coalescing_manager(group=self.second, device=self.device):
                 dist.all_reduce(a, group=self.second)
                 dist.all_reduce(b, group=self.second)
-        parts = [torch.empty_like(half) for _ in range(2)]
+        parts = [torch.empty_like(half) for _ in self.all]
         dist.all_gather(parts, half, group=self.second)
         if number % 25 == 24:  # one that lives for a moment
-            brief = dist.new_group([0, 1])
+            brief = dist.new_group(self.all)
             dist.all_reduce(half, group=brief)
             dist.destroy_process_group(brief)
         if number % 10 == 9:
             dist.barrier(group=self.second, **({"device_ids": [self.device.index]} if self.cuda else {}))
-        whole = whole.view(2, -1).sum(0) + torch.cat(parts) + a + b + other.nan_to_num() * self.cuda
+        whole = whole.view(self.n, -1).sum(0) + torch.cat(parts) + a + b + other.nan_to_num() * self.cuda
         self.x = torch.sin(whole + number)
         return self.x.sum().item()
 
