@@ -225,8 +225,12 @@ class Job(UnderShim):
         return sorted(set(found) if REAL else found)
 
     def threads(self) -> int:
-        """How many threads its processes have."""
-        return sum(len(os.listdir(f"/proc/{pid}/task")) for pid in self.session())
+        """How many threads its processes have, without those that NCCL has for a call that does not block."""
+        least = sum(len(os.listdir(f"/proc/{pid}/task")) for pid in self.session())
+        for _ in range(20 if self.known.ranks and self.known.ranks.nonblocking else 0):
+            time.sleep(0.002)
+            least = min(least, sum(len(os.listdir(f"/proc/{pid}/task")) for pid in self.session()))
+        return least
 
     def resident(self) -> int:
         """Bytes of anonymous memory of all its processes."""

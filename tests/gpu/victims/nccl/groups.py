@@ -2,12 +2,13 @@
 
     torchrun --nproc-per-node=1|2 groups.py --record FILE --kind plain|threads|graph
 
-Every collective that PyTorch knows is used, each on another group, some of them at the same time. threads: a second
-thread of each rank has a group of its own, before each step: NCCL wants all ranks to use their communicators in one
-order (two threads at once hung where nobody moved the job). graph: an all-reduce is captured in a CUDA graph and
-replayed.
+Every collective that PyTorch knows is used, each on another group, some of them at the same time; all_to_all only where
+communicators block: else PyTorch 2.11 takes NCCL's "in progress" for its failure. threads: a second thread of each rank
+has a group of its own, before each step: NCCL wants all ranks to use their communicators in one order (two threads at
+once hung where nobody moved the job). graph: an all-reduce is captured in a CUDA graph and replayed.
 """
 
+import os
 import threading
 
 import torch
@@ -28,6 +29,7 @@ class Groups:
         # Gloo cannot split.
         self.parted = dist.split_group(split_ranks=[self.all]) if self.cuda else dist.new_group(self.all)
         self.single = dist.split_group(split_ranks=[[rank] for rank in self.all]) if self.cuda else self.alone
+        self.blocks = os.environ.get("TORCH_NCCL_USE_COMM_NONBLOCKING") != "1"
         self.scaled = None
         if self.cuda:
             from torch.distributed import _make_nccl_premul_sum
@@ -38,7 +40,7 @@ class Groups:
 
     def step(self, number):
         """Some of everything; the values stay small."""
-        x, other = self.x, torch.empty_like(self.x)
+        x, other = self.x, torch.zeros_like(self.x)
         whole = torch.empty(self.n * SIZE, device=self.device)
         half = torch.empty(SIZE // self.n, device=self.device)
         a, b = x.clone(), x * 0.5
@@ -55,7 +57,8 @@ class Groups:
         dist.broadcast(a, number % self.n, group=self.second)
         dist.reduce(b, (number + 1) % self.n)
         if self.cuda:
-            dist.all_to_all_single(other, x, group=self.second)
+            if self.blocks:
+                dist.all_to_all_single(other, x, group=self.second)
             dist.all_reduce(b, op=self.scaled, group=self.parted)
             with dist._coalescing_manager(group=self.second, device=self.device):
                 dist.all_reduce(a, group=self.second)
@@ -68,7 +71,7 @@ class Groups:
             dist.destroy_process_group(brief)
         if number % 10 == 9:
             dist.barrier(group=self.second, **({"device_ids": [self.device.index]} if self.cuda else {}))
-        whole = whole.view(self.n, -1).sum(0) + torch.cat(parts) + a + b + other.nan_to_num() * self.cuda
+        whole = whole.view(self.n, -1).sum(0) + torch.cat(parts) + a + b + other
         self.x = torch.sin(whole + number)
         return self.x.sum().item()
 
