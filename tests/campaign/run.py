@@ -192,6 +192,7 @@ class Run(Fault):
     def _judge(self, found: Found) -> None:
         """Exit code and state agree; what is needed of ``recover`` is done."""
         room, problems, rc = self.room, self.problems, found.rc
+        self.recovered = [one["did"] for one in found.answer.get("recovered", [])]  # where it was a recover itself
         late = [one for one in found.said if "late" in one]
         if late:
             problems.append(f"did not end in time: {late}")
@@ -224,7 +225,7 @@ class Run(Fault):
             problems += room.settle()
             errors = [one for one in again.answer.get("recovered", []) if one["exit_code"] not in (0, 41)]
             self.told["recovered"] = again.rc
-            self.recovered = [one["did"] for one in again.answer.get("recovered", [])]
+            self.recovered += [one["did"] for one in again.answer.get("recovered", [])]
             if again.rc not in (0, 41) or errors:
                 problems.append(f"recover failed: {again.rc} {errors or again.short()} {again.stderr[-300:]}")
         kept = ("disk.",) if self.case.operation in BROKEN else ("disk.rmdir", "disk.unlink")
