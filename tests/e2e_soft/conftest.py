@@ -10,6 +10,7 @@ import fcntl
 import functools
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -183,7 +184,10 @@ class Soft(Node):
         assert victims, f"no {who}"
         for pid in victims:
             with contextlib.suppress(ProcessLookupError):
+                pidfd = os.pidfd_open(pid)
                 os.kill(pid, signal.SIGKILL)
+                select.select([pidfd], [], [], 20)  # until then its locks are held
+                os.close(pidfd)
         if process:
             self.go_on(process)
 

@@ -67,6 +67,7 @@ def test_one_rank_alone_goes_elsewhere(soft: Callable[..., Any]) -> None:
         ["--skew", "5", "--barrier-every", "7"],
         ["--nonblocking", "--watchdog"],
         ["--by-pointer", "--anew", "--nonblocking", "--pause", "20"],
+        ["--hasty", "--anew", "--nonblocking", "--pause", "20"],
         ["--split-in-group", "--by-pointer", "--anew", "--nonblocking", "--pause", "20"],
         ["--split-in-group", "--anew", "--pause", "20"],
         ["--split-in-group", "--anew", "--nonblocking", "--watchdog", "--pause", "20"],

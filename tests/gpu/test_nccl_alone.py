@@ -1,7 +1,7 @@
 """A rank that is alone with NCCL, on one GPU: communicators that come late, and those that hang on another.
 
-NCCL writes the handle of a split after the call, where that does not block or is in a group. Here that is the real one,
-and a machine with one GPU is enough. PyTorch looks at nothing but that handle.
+NCCL writes the handle of a split after the call, where that does not block or is in a group; PyTorch looks at nothing
+but that handle. Here NCCL is the real one, and a machine with one GPU is enough.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Alone:
     """The job, or its twin."""
 
     def __init__(self, folder: Path, kind: str):
-        self.folder, self.steps = folder, 10
+        self.folder, self.steps, self.more = folder, 10, 100  # none is made yet that is named as the last one
         if kind in TORCH:
             run = [*TORCHRUN[:-1], "--nproc-per-node=1", str(RANKS / "groups.py"), "--record", str(folder / "trace")]
             self.argv = ["sh", "-c", WITH_VERDICT, str(folder), *run]
@@ -72,7 +72,8 @@ class Alone:
             more = ["--steps", "1000000", "--pause", "2", "--elements", "65536", "--until", str(folder / "until")]
             self.argv = [sys.executable, str(AGENT), str(folder), "--ranks", "1", *more, *KINDS[kind]]
             self.file, self.words = folder / "rank-0", slice(2)
-            self.steps = 3 if "--anew" in KINDS[kind] else 10
+            if "--anew" in KINDS[kind]:
+                self.steps, self.more = 3, 30
         folder.mkdir()
 
     def lines(self) -> list[str]:
@@ -148,7 +149,7 @@ def goes_its_way(
                 limosa("move", pid, "--to", to, "--force=nccl-beside", rc=0, limit=LIMIT)
                 assert places(pid) == {to}
             job.goes_on()
-        last = len(job.lines()) + 3 * job.steps
+        last = len(job.lines()) + job.more
         (job.folder / "until.new").write_text(str(last))
         (job.folder / "until.new").rename(job.folder / "until")
         job.until(lambda: job.verdict() != "", "end")

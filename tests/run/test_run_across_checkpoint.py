@@ -25,6 +25,14 @@ def wait_text(path: Path, text: str, limit: float = 60) -> None:
         time.sleep(0.01)
 
 
+def wait_known(limit: float = 60) -> None:
+    """Until an attached run has noted its job, which runs by then."""
+    end = time.monotonic() + limit
+    while not RunRecord.all():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def wait_more(path: Path, limit: float = 60) -> None:
     """Until the counter goes on."""
     before, end = path.stat().st_size, time.monotonic() + limit
@@ -48,6 +56,7 @@ def test_an_attached_run_whose_job_is_checkpointed_exits_75_and_restore_attach_g
     log, image = tmp_path / "log", tmp_path / "image"
     first = limosa("run", "--name", "counter", "--log", log, "--", *COUNTER, tmp_path, wait=False)
     wait_text(log, "tick 5 ")
+    wait_known()
     written = limosa("checkpoint", "counter", "--output", image, "-o", "json", rc=0).json
     shown, told = first.communicate(timeout=60)
     assert first.returncode == 75
@@ -84,6 +93,7 @@ def test_with_leave_running_an_attached_run_notices_nothing(limosa, tmp_path):
     log, image = tmp_path / "log", tmp_path / "image"
     attached = limosa("run", "--name", "counter", "--log", log, "--", *COUNTER, tmp_path, wait=False)
     wait_text(log, "tick 5 ")
+    wait_known()
     limosa("checkpoint", "counter", "--output", image, "--leave-running", rc=0)
     wait_more(log)
     (tmp_path / "stop").touch()

@@ -143,13 +143,14 @@ def issue(name: str, *arguments: Any, on: Sequence[int]) -> None:
 
     One that does not block goes on behind the call, and takes no more orders until it answers that it is done.
     """
-    code, words = raw(name, *arguments), ""
+    code = raw(name, *arguments)
+    if code not in (SUCCESS, IN_PROGRESS):
+        raise NcclError(name, code, libnccl.ncclGetLastError(None).decode())
     for comm in on if code == IN_PROGRESS else ():
         while (code := async_error(comm)) == IN_PROGRESS:
             time.sleep(0.0002)
-        words = words or f"communicator {comm:#x}" * (code != SUCCESS)
-    if code != SUCCESS:
-        raise NcclError(name, code, words or libnccl.ncclGetLastError(None).decode())
+        if code != SUCCESS:
+            raise NcclError(name, code, f"communicator {comm:#x}")
 
 
 def cu(name: str, *arguments: Any) -> None:
@@ -236,7 +237,7 @@ _asking = threading.Lock()
 
 
 def async_error(comm: int) -> int:
-    """By one thread at a time: whoever finds that a group is done lets go of it, and NCCL does not guard that."""
+    """By one thread at a time: who finds that a group is done lets go of it, and NCCL does not guard that."""
     error = c_int(-1)
     with _asking:
         nccl("ncclCommGetAsyncError", comm, byref(error))

@@ -20,6 +20,7 @@ which it is, the CRC of the numbers, the time. Two runs that nobody disturbed ha
     --split-in-group a split is there at the end of a group
     --by-pointer     a split is there when its variable is no longer NULL: nothing is asked, as PyTorch does
     --retry          where a split fails all that was made is aborted, and made once more
+    --hasty          at first rank 0 wants a split and an end of what is busy: both are refused, and nothing has changed
     --shrink         all ranks but the last also have one that was shrunk from another, which is kept or ended
     --barrier-every  a barrier at the store: ranks wait on the host
     --skew           each rank is late by up to so much, differently in each step
@@ -227,6 +228,8 @@ class Work:
         numbers = np.random.default_rng(seed + rank.rank).integers(0, 1 << 32, self.count, dtype=np.uint32)
         nccl.put(self.own, numbers.tobytes())
         self.operators = [self.operator(self.world, factor) for factor in (2, 3)] if options.operators else []
+        if options.hasty:
+            self.hasty()
 
     def two(self, name: str) -> tuple[int, int]:
         """Communicators of all ranks and of those of the same parity."""
@@ -241,6 +244,24 @@ class Work:
             nccl.nccl("ncclCommAbort", world)
         world = self.rank.world(f"{name} again")
         return world, self.rank.split(world)
+
+    def hasty(self) -> None:
+        """The first collective of one that does not block lasts until all ranks have called it."""
+        order, comm = (self.own, self.sums, self.count, UINT32, nccl.SUM, self.world, self.stream), ctypes.c_void_p()
+        if self.rank.rank == 0:
+            config = self.rank.config("parity")
+            said = [
+                nccl.raw("ncclAllReduce", *order),
+                nccl.raw("ncclCommSplit", self.world, 0, 0, ctypes.byref(comm), ctypes.byref(config)),
+                nccl.raw("ncclCommDestroy", self.world),
+            ]
+            if said != [nccl.IN_PROGRESS, nccl.INVALID_ARGUMENT, nccl.INVALID_ARGUMENT]:
+                raise Ended(f"what was ordered of a busy communicator: {said}")
+        self.rank.store.barrier("hasty", self.rank.n)
+        if self.rank.rank:
+            nccl.raw("ncclAllReduce", *order)
+        self.rank.done(self.world, nccl.IN_PROGRESS)
+        nccl.synchronize(self.stream)
 
     def hold(self, options: argparse.Namespace) -> None:
         """What hangs on a communicator, or on no one."""
@@ -391,7 +412,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--late", help="a file: all but rank 0 begin once it is there")
     ways = (
         "p2p groups threads nonblocking capture operators watchdog anew register window memory graph newer abort named"
-        " split-in-group by-pointer retry"
+        " split-in-group by-pointer retry hasty"
     )
     for name in ways.split():
         parser.add_argument(f"--{name}", action="store_true")

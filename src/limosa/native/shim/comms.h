@@ -94,6 +94,8 @@ void comms_failed(struct comm *comm);
 /* What cannot be counted, as a communicator that is to be made: let through where some rank has made it already. */
 void comms_enter(const struct counted *steps, size_t n);
 void comms_leave(void);
+/* Before that: NCCL has refused it, so it is none. The other ranks may never call it. */
+void comms_uncount(const struct counted *steps, size_t n);
 /* For those who only ask: false while communicators are closed; else comms_asked is to follow. Nothing is another than before
  * by that, and nobody waits for them but comms_shut: a rank may ask without a pause. */
 bool comms_ask(void);

@@ -241,8 +241,8 @@ static struct counted counted(const struct step *step)
 }
 
 /* What is captured is not in flight: it is not counted. And a capture has to come to its end before anything is closed: it
- * is not held up at the gate. Whether it was closed meanwhile is looked at behind the gate (by_words). */
-static void enter(const struct step *steps, size_t n, const struct counted *counts, size_t n_counts)
+ * is not held up at the gate. Whether it was closed meanwhile is looked at behind the gate (by_words). False: not counted. */
+static bool enter(const struct step *steps, size_t n, const struct counted *counts, size_t n_counts)
 {
     bool captured = false;
 
@@ -253,6 +253,7 @@ static void enter(const struct step *steps, size_t n, const struct counted *coun
     else
         while (!comms_enter_uncounted(true))
             comms_wait();
+    return !captured;
 }
 
 static void goes_on_behind(struct comm *comm)
@@ -263,6 +264,12 @@ static void goes_on_behind(struct comm *comm)
 }
 
 static void look_for_newer(void);
+
+/* It was counted before, as it may be in flight before the call is back; what was not issued is not to be. */
+static bool refused(int result)
+{
+    return UNLIKELY(result == NCCL_INVALID_ARGUMENT || result == NCCL_INVALID_USAGE);
+}
 
 /* One call, or one of a group that is not at its end yet. */
 static int issue(struct step *step)
@@ -279,10 +286,12 @@ static int issue(struct step *step)
         return NCCL_SUCCESS;
     }
     struct counted what = counted(step);
-    enter(step, 1, &what, 1);
+    bool captured = !enter(step, 1, &what, 1);
     int result = step->replay ? step->replay(step) : by_words(step);
     if (result == NCCL_IN_PROGRESS)
         goes_on_behind(step->comm);
+    else if (refused(result) && !captured)
+        comms_uncount(&what, 1);
     if (step->more)
         look_for_newer();
     comms_leave();
@@ -540,17 +549,20 @@ static int end_group(int failed, int result)
     return failed ? failed : result;
 }
 
-EXPORT int ncclGroupEnd(void)
+static bool blocks(const struct comm *comm);
+
+/* Steps of it that count: all, but of a group that is only simulated those alone that NCCL issues even so, as it does where
+ * communicators do not block. */
+static bool group_counts(const struct step *step, bool simulated)
 {
-    if (FROM_NCCL)
-        return nccl(ncclGroupEnd)();
-    if (!nccl_real(AT_ncclGroupEnd))
-        return NCCL_SYSTEM_ERROR;
-    if (!group.depth)
-        return NCCL_INVALID_USAGE;
+    return step->comm && (!simulated || !blocks(step->comm));
+}
+
+static int end_all(bool simulated, void *information)
+{
     if (--group.depth)
         return NCCL_SUCCESS;
-    if (!group.n)
+    if (!group.n && !simulated)
         return NCCL_SUCCESS;
     struct counted few[32], *all = group.n <= 32 ? few : malloc(group.n * sizeof *all);
     size_t n = 0;
@@ -559,10 +571,16 @@ EXPORT int ncclGroupEnd(void)
         return NCCL_SYSTEM_ERROR;
     }
     for (size_t i = 0; i < group.n; i++)
-        if (group.steps[i].comm)
+        if (group_counts(&group.steps[i], simulated))
             all[n++] = counted(&group.steps[i]);
-    enter(group.steps, group.n, all, n);
-    int failed = replay_group(), result = end_group(failed, nccl(ncclGroupEnd)());
+    bool count = n && enter(group.steps, group.n, all, n);
+    if (!n)
+        while (!comms_enter_uncounted(false))
+            comms_wait();
+    int failed = replay_group(), ended = simulated ? nccl(ncclGroupSimulateEnd)(information) : nccl(ncclGroupEnd)();
+    int result = end_group(failed, ended);
+    if (count && refused(result))
+        comms_uncount(all, n);
     comms_leave();
     forget_group();
     if (all != few)
@@ -570,19 +588,21 @@ EXPORT int ncclGroupEnd(void)
     return result;
 }
 
-/* What it only simulates is operations: communicators come all the same. */
+EXPORT int ncclGroupEnd(void)
+{
+    if (FROM_NCCL)
+        return nccl(ncclGroupEnd)();
+    if (!nccl_real(AT_ncclGroupEnd))
+        return NCCL_SYSTEM_ERROR;
+    return group.depth ? end_all(false, NULL) : NCCL_INVALID_USAGE;
+}
+
+/* What it only simulates is operations, of communicators that block: communicators come all the same. */
 EXPORT int ncclGroupSimulateEnd(void *information)
 {
     if (FROM_NCCL || !group.depth)
         return nccl_real(AT_ncclGroupSimulateEnd) ? nccl(ncclGroupSimulateEnd)(information) : NCCL_SYSTEM_ERROR;
-    if (--group.depth)
-        return NCCL_SUCCESS;
-    while (!comms_enter_uncounted(false))
-        comms_wait();
-    int failed = replay_group(), result = end_group(failed, nccl(ncclGroupSimulateEnd)(information));
-    comms_leave();
-    forget_group();
-    return result;
+    return end_all(true, information);
 }
 
 /* ---- communicators come ---- */
@@ -889,7 +909,7 @@ static int split_now(struct step *step)
 {
     struct split *split = step->more;
     struct comm *parent = step->comm;
-    uint64_t nth = parent->children++;
+    uint64_t nth = parent->children;
     struct comm_id id = comm_id_mix(comm_id_mix(parent->id, &nth, sizeof nth), &split->color, sizeof split->color);
     struct comm *comm = comms_new(id, 0, -1, split->config ? split->config : parent->config);
     void *from = atomic_load(&parent->real);
@@ -899,6 +919,8 @@ static int split_now(struct step *step)
         return NCCL_SYSTEM_ERROR;
     int result = from ? nccl(ncclCommSplit)(from, split->color, split->key, (void **)&comm->coming, split->config)
                       : NCCL_REMOTE_ERROR;
+    if (result == NCCL_SUCCESS || result == NCCL_IN_PROGRESS) /* else others may not know of it */
+        parent->children++;
     if (split->color != NCCL_NO_COLOR)
         return come_from(parent, comm, step, split->handle, result);
     comms_ended(comm);
@@ -933,7 +955,7 @@ static int shrink_now(struct step *step)
 {
     struct shrink *shrink = step->more;
     struct comm *parent = step->comm;
-    uint64_t nth = parent->children++;
+    uint64_t nth = parent->children;
     struct comm_id id = comm_id_mix(comm_id_mix(parent->id, &nth, sizeof nth), "shrink", 6);
     struct comm *comm = comms_new(id, 0, -1, shrink->config ? shrink->config : parent->config);
     void *from = atomic_load(&parent->real);
@@ -945,8 +967,10 @@ static int shrink_now(struct step *step)
         ? nccl(ncclCommShrink)(from, shrink->excluded, shrink->n, (void **)&comm->coming, shrink->config, shrink->flags)
         : NCCL_REMOTE_ERROR;
     /* Those who were left out have counted less on it than the others. */
-    if (result == NCCL_SUCCESS || result == NCCL_IN_PROGRESS)
+    if (result == NCCL_SUCCESS || result == NCCL_IN_PROGRESS) {
+        parent->children++;
         atomic_store(&parent->strange, "ncclCommShrink");
+    }
     return come_from(parent, comm, step, shrink->handle, result);
 }
 
@@ -995,14 +1019,20 @@ EXPORT int ncclCommFinalize(void *handle)
 static int destroy_now(struct step *step)
 {
     void *behind = atomic_load(&step->comm->real);
+    int now = state_of(behind), result = NCCL_SUCCESS;
 
-    comms_ended(step->comm);
-    int result = behind ? nccl(ncclCommDestroy)(behind) : NCCL_SUCCESS;
-    bool refused = result == NCCL_INVALID_ARGUMENT, failed = result && !refused && result != NCCL_IN_PROGRESS;
+    /* As NCCL does, which would then leave the thread in a group: it stays, to be aborted. */
+    if (now == NCCL_IN_PROGRESS)
+        return NCCL_INVALID_ARGUMENT;
+    if (now == NCCL_SUCCESS) {
+        comms_ended(step->comm);
+        result = behind ? nccl(ncclCommDestroy)(behind) : NCCL_SUCCESS;
+    }
+    bool failed = now != NCCL_SUCCESS || (result && result != NCCL_IN_PROGRESS);
     for (struct comm *child = comms_first(); child; child = child->next)
-        if (child->parent == step->comm && child->joining && (failed || (!arrives(child) && !refused)))
+        if (child->parent == step->comm && child->joining && (failed || !arrives(child)))
             fails(child); /* it comes no more */
-    return result;
+    return now ? now : result;
 }
 
 EXPORT int ncclCommDestroy(void *handle)

@@ -77,6 +77,7 @@ struct member {
     _Atomic uint32_t taken;
     _Atomic uint32_t step; /* of enum step */
     _Atomic uint32_t exports, imports; /* it gives others its memory: told when ready; it has theirs: when connected */
+    _Atomic uint32_t called; /* a collective, for the first time: connections are made then */
     _Atomic uint32_t left; /* it has finalised, destroyed or aborted */
     int32_t pid;
     uint64_t start_time;
@@ -134,7 +135,7 @@ struct comm {
     pthread_mutex_t mutex;
     pthread_cond_t changed;
     _Atomic int async; /* ncclResult_t */
-    _Atomic uint64_t settles; /* until then one that does not block is in progress with what it was ordered last: ns */
+    atomic_int launching_aside; /* what one that does not block was ordered, until it is on its stream: in progress */
     atomic_bool aborted;
     bool ended; /* finalised, destroyed or aborted: takes no more operations */
     bool quiet; /* finalised, and all others have */
@@ -197,11 +198,13 @@ ncclResult_t comm_finish(struct comm *comm);
 /* Stop what runs, and let everything go. Its handle is off the list. */
 void comm_end(struct comm *comm);
 
+int thread_make(pthread_t *thread, void *(*body)(void *), void *argument);
+
 /* run.c */
-#define SETTLE_NS 500000ull /* NCCL launches in a thread of its own, and says only when asked that this is over */
-uint64_t now_ns(void);
-/* ncclInProgress: of one that does not block. */
-ncclResult_t launch(struct comm *comm, const struct operation *operations, int n);
+struct aside; /* what communicators that do not block were ordered in one group, or by one call */
+ncclResult_t launch(struct comm *comm, const struct operation *operations, int n, struct aside **aside);
+/* In a thread of its own: ncclInProgress; ncclSuccess where there is nothing. */
+ncclResult_t launch_aside(struct aside *all);
 bool comm_enter(struct comm *comm); /* false where it is aborted */
 void comm_leave(struct comm *comm);
 

@@ -21,7 +21,7 @@ static ncclResult_t leave(const struct fault *fault, ncclResult_t result)
 {
     if (fault->actions & FAULT_CRASH_CALLER_AFTER)
         kill(getpid(), SIGKILL);
-    if (result == ncclSuccess && fault->actions & FAULT_AFTER)
+    if ((result == ncclSuccess || result == ncclInProgress) && fault->actions & FAULT_AFTER)
         result = (ncclResult_t)fault->after;
     return group_said(result);
 }
@@ -90,13 +90,14 @@ EXPORT const char *ncclGetLastError(ncclComm_t comm)
 /* The state of a communicator; what another rank has found is noted, also where nothing runs here. */
 static ncclResult_t state_of(struct comm *comm)
 {
+    int none = ncclSuccess;
     if (comm->async == ncclSuccess && comm_enter(comm)) {
         if (comm->shared)
-            comm->async = (int)atomic_load(&comm->shared->error);
+            atomic_compare_exchange_strong(&comm->async, &none, (int)atomic_load(&comm->shared->error));
         comm_leave(comm);
     }
     ncclResult_t state = (ncclResult_t)comm->async;
-    bool busy = atomic_load(&comm->splitting) > 0 || now_ns() < atomic_load(&comm->settles);
+    bool busy = atomic_load(&comm->splitting) > 0 || atomic_load(&comm->launching_aside) > 0;
     return state == ncclSuccess && busy ? ncclInProgress : state;
 }
 
@@ -362,7 +363,7 @@ EXPORT ncclResult_t ncclCommShrink(ncclComm_t comm, int *list, int n, ncclComm_t
     struct {
         char name[NAME_ROOM];
         uint64_t shrink, excluded;
-    } unique = {.shrink = ++found->shrinks};
+    } unique = {0};
     char name[NAME_ROOM];
     int left = 0, rank = 0;
     bool blocking = found->blocking;
@@ -382,6 +383,8 @@ EXPORT ncclResult_t ncclCommShrink(ncclComm_t comm, int *list, int n, ncclComm_t
         rank += i < found->rank;
         left++;
     }
+    *to = NULL;
+    unique.shrink = ++found->shrinks;
     strcpy(unique.name, found->name);
     name_of(name, &unique, sizeof(unique));
     if (flags & NCCL_SHRINK_ABORT)
@@ -411,9 +414,10 @@ static ncclResult_t end(ncclComm_t handle, bool abort)
 
     if (!found)
         return ncclInvalidArgument;
-    if (!abort && state_of(found) == ncclInProgress) {
+    ncclResult_t state = abort ? ncclSuccess : state_of(found);
+    if (state != ncclSuccess) { /* it stays, to be aborted */
         comm_drop(found);
-        return wrong("the communicator is not ready");
+        return state == ncclInProgress ? wrong("the communicator is not ready") : state;
     }
     found->ended = true;
     if (!abort)

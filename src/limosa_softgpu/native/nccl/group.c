@@ -34,8 +34,11 @@ ncclResult_t group_said(ncclResult_t result)
 
 ncclResult_t group_add(struct comm *comm, const struct operation *operation)
 {
-    if (group.depth == 0)
-        return launch(comm, operation, 1);
+    if (group.depth == 0) {
+        struct aside *aside = NULL;
+        ncclResult_t result = launch(comm, operation, 1, &aside);
+        return result == ncclSuccess ? launch_aside(aside) : result;
+    }
     if (group.n == group.room) {
         int room = group.room ? 2 * group.room : 16;
         struct entry *more = realloc(group.entries, (size_t)room * sizeof(*more));
@@ -69,7 +72,7 @@ ncclResult_t group_add_start(const struct start *start)
 }
 
 /* Launch what is of the communicator of entry i, and drop it from the list. */
-static ncclResult_t launch_of(struct entry *entries, int n, int i, struct operation *together)
+static ncclResult_t launch_of(struct entry *entries, int n, int i, struct operation *together, struct aside **aside)
 {
     struct comm *comm = entries[i].comm;
     int found = 0;
@@ -79,7 +82,7 @@ static ncclResult_t launch_of(struct entry *entries, int n, int i, struct operat
             together[found++] = entries[other].operation;
             entries[other].comm = NULL;
         }
-    ncclResult_t result = launch(comm, together, found);
+    ncclResult_t result = launch(comm, together, found, aside);
     while (found-- > 0)
         comm_drop(comm);
     return result;
@@ -98,6 +101,11 @@ static void give_up(struct start *starts, int n_starts, struct entry *entries, i
         comm_drop(entries[i].comm);
 }
 
+static ncclResult_t worse(ncclResult_t one, ncclResult_t other)
+{
+    return other != ncclSuccess && (one == ncclSuccess || one == ncclInProgress) ? other : one;
+}
+
 ncclResult_t group_end(bool simulate, int *n_operations)
 {
     if (group.depth == 0) {
@@ -114,21 +122,23 @@ ncclResult_t group_end(bool simulate, int *n_operations)
     memset(&group, 0, sizeof(group));
     if (n_operations)
         *n_operations = n;
+    for (int i = 0; simulate && i < n; i++) /* NCCL launches these all the same */
+        simulate = entries[i].comm->blocking;
     if (result != ncclSuccess) {
         give_up(starts, n_starts, entries, n);
-    } else if (simulate) { /* operations: communicators come all the same, as with NCCL */
-        give_up(NULL, 0, entries, n);
-        if (n_starts)
-            result = start_all(starts, n_starts);
     } else {
+        if (simulate) { /* operations: communicators come all the same, as with NCCL */
+            give_up(NULL, 0, entries, n);
+            n = 0;
+        }
         if (n_starts)
             result = start_all(starts, n_starts);
         struct operation *together = n ? malloc((size_t)n * sizeof(*together)) : NULL;
-        for (int i = 0; together && i < n; i++) {
-            ncclResult_t one = entries[i].comm ? launch_of(entries, n, i, together) : ncclSuccess;
-            if (one != ncclSuccess && (result == ncclSuccess || result == ncclInProgress))
-                result = one;
-        }
+        struct aside *aside = NULL;
+        for (int i = 0; together && i < n; i++)
+            if (entries[i].comm)
+                result = worse(result, launch_of(entries, n, i, together, &aside));
+        result = worse(result, launch_aside(aside));
         free(together);
     }
     free(entries);

@@ -80,7 +80,7 @@ static bool split_of(struct comm *parent, const struct start *start)
 /* ---------------------------------------------------------------------------------------------- coming to life --- */
 
 /* The application's signals are for its own threads. */
-static int thread_make(pthread_t *thread, void *(*body)(void *), void *argument)
+int thread_make(pthread_t *thread, void *(*body)(void *), void *argument)
 {
     sigset_t all, before;
 

@@ -348,15 +348,7 @@ static ncclResult_t submit(struct comm *comm, struct launch *launch, const struc
     return result;
 }
 
-uint64_t now_ns(void)
-{
-    struct timespec now;
-
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
-
-ncclResult_t launch(struct comm *comm, const struct operation *operations, int n)
+static ncclResult_t launch_now(struct comm *comm, const struct operation *operations, int n)
 {
     struct launch *made = malloc(sizeof(*made) + (size_t)n * sizeof(*operations));
     CUcontext before = NULL;
@@ -386,8 +378,118 @@ ncclResult_t launch(struct comm *comm, const struct operation *operations, int n
     }
     if (before != comm->context)
         cuda.cuCtxSetCurrent(before);
-    if (result != ncclSuccess || comm->blocking)
-        return result;
-    atomic_store(&comm->settles, now_ns() + SETTLE_NS);
-    return ncclInProgress;
+    return result;
+}
+
+/* ------------------------------------------------------------------- launching, where that does not block --- */
+
+#define LAUNCH_NS 300000 /* so long after the call it begins */
+
+struct aside {
+    struct aside *next;
+    struct comm *comm;
+    int n;
+    struct operation operations[];
+};
+
+static bool called_by_all(struct comm *comm, uint64_t unused)
+{
+    (void)unused;
+    for (int rank = 0; rank < comm->n; rank++)
+        if (!atomic_load(&comm->shared->members[rank].called))
+            return false;
+    return true;
+}
+
+/* The first collective connects the ranks: it is in progress until all have called one. */
+static bool connect_first(struct comm *comm, const struct aside *aside)
+{
+    struct member *own = &comm->shared->members[comm->rank];
+
+    if (atomic_load(&own->called) || aside->operations[0].kind >= SEND)
+        return true;
+    atomic_store(&own->called, 1);
+    shared_tell(comm->shared);
+    return shared_await(comm, called_by_all, 0);
+}
+
+static void launch_one(const struct aside *aside)
+{
+    struct comm *comm = aside->comm;
+    ncclResult_t result = ncclSuccess;
+    int none = ncclSuccess;
+
+    if (comm_enter(comm)) {
+        if (step(comm, "step:nccl-launch") && connect_first(comm, aside))
+            result = launch_now(comm, aside->operations, aside->n);
+        comm_leave(comm);
+    }
+    if (result != ncclSuccess)
+        atomic_compare_exchange_strong(&comm->async, &none, (int)result);
+}
+
+/* All of a group have come to their end together. */
+static void let_go(struct aside *all)
+{
+    while (all) {
+        struct aside *next = all->next;
+        atomic_fetch_sub(&all->comm->launching_aside, 1);
+        comm_drop(all->comm);
+        free(all);
+        all = next;
+    }
+}
+
+/* One thread for a group: in the same order on all ranks, as streams are. */
+static void *launch_body(void *argument)
+{
+    nanosleep(&(struct timespec){0, LAUNCH_NS}, NULL);
+    for (const struct aside *aside = argument; aside; aside = aside->next)
+        launch_one(aside);
+    let_go(argument);
+    return NULL;
+}
+
+ncclResult_t launch_aside(struct aside *all)
+{
+    pthread_t thread;
+
+    if (!all)
+        return ncclSuccess;
+    if (thread_make(&thread, launch_body, all) == 0) {
+        pthread_detach(thread);
+        return ncclInProgress;
+    }
+    let_go(all);
+    return ncclSystemError;
+}
+
+static ncclResult_t keep_for_later(struct comm *comm, const struct operation *operations, int n, struct aside **all)
+{
+    for (int i = 0; i < n; i++) {
+        ncclResult_t result = check_stream(comm, operations[i].stream);
+        if (result != ncclSuccess)
+            return result;
+    }
+    struct aside *aside = malloc(sizeof(*aside) + (size_t)n * sizeof(*operations));
+    if (!aside)
+        return ncclSystemError;
+    aside->next = NULL;
+    aside->comm = comm;
+    aside->n = n;
+    memcpy(aside->operations, operations, (size_t)n * sizeof(*operations));
+    comm_keep(comm);
+    atomic_fetch_add(&comm->launching_aside, 1);
+    while (*all)
+        all = &(*all)->next;
+    *all = aside;
+    return ncclSuccess;
+}
+
+/* One rank alone has nobody to wait for, and NCCL copies at once. */
+ncclResult_t launch(struct comm *comm, const struct operation *operations, int n, struct aside **aside)
+{
+    bool now = comm->blocking || comm->n == 1;
+
+    return now ? launch_now(comm, operations, n) : keep_for_later(comm, operations, n, aside);
 }
