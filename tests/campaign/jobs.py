@@ -226,11 +226,11 @@ class Job(UnderShim):
 
     def threads(self) -> int:
         """How many threads its processes have, without those that NCCL has for a call that does not block."""
-        least = sum(len(os.listdir(f"/proc/{pid}/task")) for pid in self.session())
-        for _ in range(20 if self.known.ranks and self.known.ranks.nonblocking else 0):
-            time.sleep(0.002)
-            least = min(least, sum(len(os.listdir(f"/proc/{pid}/task")) for pid in self.session()))
-        return least
+        found = []
+        for _ in range(21 if self.known.ranks and self.known.ranks.nonblocking else 1):
+            time.sleep(0.002 if found else 0)
+            found.append(sum(len(os.listdir(f"/proc/{pid}/task")) for pid in self.session()))
+        return min(found)
 
     def resident(self) -> int:
         """Bytes of anonymous memory of all its processes."""

@@ -152,10 +152,8 @@ class Rank:
         more = (ctypes.byref(comm), ctypes.byref(self.config))
         code = self.nccl.raw(name, more[0], *words, more[1]) if "Init" in name else self.nccl.raw(name, *words, *more)
         asked = comm.value if "Init" in name else words[0]  # a split that goes on says SUCCESS, and its parent not
-        code = code or self.nccl.async_error(asked)
-        while code == self.nccl.IN_PROGRESS:
-            time.sleep(0.001)
-            code = self.nccl.async_error(asked)
+        if code in (self.nccl.SUCCESS, self.nccl.IN_PROGRESS):
+            code = self.nccl.settled(asked)
         if code:
             raise RuntimeError(f"{name}: {code}")
         self.comms.append(int(comm.value or 0))

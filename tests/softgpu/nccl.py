@@ -147,9 +147,7 @@ def issue(name: str, *arguments: Any, on: Sequence[int]) -> None:
     if code not in (SUCCESS, IN_PROGRESS):
         raise NcclError(name, code, libnccl.ncclGetLastError(None).decode())
     for comm in on if code == IN_PROGRESS else ():
-        while (code := async_error(comm)) == IN_PROGRESS:
-            time.sleep(0.0002)
-        if code != SUCCESS:
+        if (code := settled(comm)) != SUCCESS:
             raise NcclError(name, code, f"communicator {comm:#x}")
 
 
@@ -231,6 +229,13 @@ def split(comm: int, colour: int, key: int, config: Config | None = None) -> int
     made = c_void_p()
     nccl("ncclCommSplit", comm, colour, key, byref(made), byref(config) if config else None)
     return int(made.value or 0)
+
+
+def settled(comm: int) -> int:
+    """What it answers when it is in progress no more."""
+    while (code := async_error(comm)) == IN_PROGRESS:
+        time.sleep(0.0002)
+    return code
 
 
 _asking = threading.Lock()

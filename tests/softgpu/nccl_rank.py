@@ -189,10 +189,7 @@ class Rank:
 
     def done(self, comm: int, code: int) -> None:
         """Waits until what was begun on it has come to its end: a split that goes on says SUCCESS."""
-        code = code or nccl.async_error(comm)
-        while code == nccl.IN_PROGRESS:
-            time.sleep(0.01)
-            code = nccl.async_error(comm)
+        code = nccl.settled(comm) if code in (nccl.SUCCESS, nccl.IN_PROGRESS) else code
         if code != nccl.SUCCESS:
             raise Ended(f"{code}: {nccl.libnccl.ncclGetLastError(None).decode()}")
 

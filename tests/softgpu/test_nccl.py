@@ -53,6 +53,11 @@ class Ranks:
             self.send(LOADED, ranks)
         return [pending.value(limit) for pending in self.send(code, ranks)]
 
+    def rest(self, ranks: list[int] | None = None) -> None:
+        """Waits until their communicators are in progress with nothing."""
+        for far in self.far if ranks is None else [self.far[r] for r in ranks]:
+            until(lambda far=far: far("N.async_error(W.comm)") == 0)
+
     def meetings(self) -> list[str]:
         return os.listdir(os.path.join(self.node.folder, "nccl"))
 
@@ -80,8 +85,7 @@ def not_blocking(new_node: Callable[..., Node], n: int) -> Ranks:
     ranks = Ranks(new_node(gpus=n, memory="128MiB"), n, connected=False)
     unique = ranks.far[0]("unique()")
     assert ranks.each(f"init_aside({unique!r})") == [IN_PROGRESS] * n
-    for far in ranks.far:
-        until(lambda far=far: far("N.async_error(W.comm)") == 0)
+    ranks.rest()
     return ranks
 
 
@@ -181,12 +185,10 @@ def test_an_init_that_does_not_block(apart: Ranks) -> None:
     assert apart.far[0]("N.async_error(W.comm)") == IN_PROGRESS
     assert apart.far[0]("all_reduce()") == INVALID_ARGUMENT
     assert apart.far[1](f"init_aside({unique!r})") == IN_PROGRESS
-    for far in apart.far:
-        until(lambda far=far: far("N.async_error(W.comm)") == 0)
+    apart.rest()
     assert all(apart.each("check('AllReduce', 'f4', 10)"))
     assert apart.each("result('ncclCommFinalize', W.comm)") == [IN_PROGRESS, IN_PROGRESS]
-    for far in apart.far:
-        until(lambda far=far: far("N.async_error(W.comm)") == 0)
+    apart.rest()
     assert apart.each("destroy()") == [0, 0]
 
 
@@ -202,8 +204,7 @@ def test_a_child_of_what_does_not_block_has_no_handle_before_it_is_done(new_node
     time.sleep(0.2)
     assert ranks.far[0]("[W.made.value, N.async_error(W.comm)]") == [None, IN_PROGRESS]
     assert ranks.each(child, [1]) == [0]
-    for far in ranks.far[:2]:
-        until(lambda far=far: far("N.async_error(W.comm)") == 0)
+    ranks.rest(two)
     assert ranks.each("N.number('ncclCommCount', W.made.value)", two) == [2, 2]
     ranks.each("W.comm = W.made.value; W.n = 2", two)
     assert ranks.each("check('AllReduce', 'f4', 1000)", two) == [True, True]
@@ -217,12 +218,10 @@ def test_what_does_not_block_goes_on_behind_its_calls(new_node: Callable[..., No
     refused = "[N.async_error(W.comm), all_reduce(), result('ncclCommDestroy', W.comm)]"
     assert ranks.each(refused, [0]) == [[IN_PROGRESS, INVALID_ARGUMENT, INVALID_ARGUMENT]]
     assert ranks.each("all_reduce()", [1]) == [IN_PROGRESS]
-    for far in ranks.far:
-        until(lambda far=far: far("N.async_error(W.comm)") == 0)
+    ranks.rest()
     assert ranks.each("[result('ncclGroupStart'), all_reduce(), all_reduce()]") == [[0, 0, 0], [0, 0, 0]]
     assert ranks.each("result('ncclGroupEnd')") == [IN_PROGRESS, IN_PROGRESS]
-    for far in ranks.far:
-        until(lambda far=far: far("N.async_error(W.comm)") == 0)
+    ranks.rest()
     assert ranks.each("[summed(), destroy()]") == [[True, 0], [True, 0]]
 
 

@@ -286,11 +286,11 @@ static int issue(struct step *step)
         return NCCL_SUCCESS;
     }
     struct counted what = counted(step);
-    bool captured = !enter(step, 1, &what, 1);
+    bool counts = enter(step, 1, &what, 1);
     int result = step->replay ? step->replay(step) : by_words(step);
     if (result == NCCL_IN_PROGRESS)
         goes_on_behind(step->comm);
-    else if (refused(result) && !captured)
+    else if (counts && refused(result))
         comms_uncount(&what, 1);
     if (step->more)
         look_for_newer();
@@ -573,13 +573,13 @@ static int end_all(bool simulated, void *information)
     for (size_t i = 0; i < group.n; i++)
         if (group_counts(&group.steps[i], simulated))
             all[n++] = counted(&group.steps[i]);
-    bool count = n && enter(group.steps, group.n, all, n);
+    bool counts = n && enter(group.steps, group.n, all, n);
     if (!n)
         while (!comms_enter_uncounted(false))
             comms_wait();
     int failed = replay_group(), ended = simulated ? nccl(ncclGroupSimulateEnd)(information) : nccl(ncclGroupEnd)();
     int result = end_group(failed, ended);
-    if (count && refused(result))
+    if (counts && refused(result))
         comms_uncount(all, n);
     comms_leave();
     forget_group();
