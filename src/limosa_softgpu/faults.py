@@ -105,6 +105,7 @@ STEPS = {
     "step:lock-closed",
     "step:nccl-collective",
     "step:nccl-init",
+    "step:nccl-launch",
     "step:nccl-sendrecv",
     "step:restore-begin",
     "step:restore-claimed",

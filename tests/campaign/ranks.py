@@ -44,7 +44,7 @@ MADE_FAILS = (
     *("result-ncclSystemError", "result-ncclInternalError", "result-ncclRemoteError"),
     *("hang", "hang-for-good", "delay", "slow", "crash-caller"),
 )
-COMPUTING = ("ncclAllReduce", "ncclGroupEnd", "step:nccl-collective", "step:nccl-sendrecv")
+COMPUTING = ("ncclAllReduce", "ncclGroupEnd", "step:nccl-launch", "step:nccl-collective", "step:nccl-sendrecv")
 """What ranks call all the time: it holds them up, or ends them, as it would without Limosa."""
 COMPUTING_FAILS = ("hang", "hang-for-good", "delay", "slow", "crash-caller")
 TIMES = range(4)
@@ -68,7 +68,11 @@ def calls(victim: str) -> tuple[str, ...]:
     """Functions of NCCL that ranks of that class call all the time."""
     ranks = SHAPES[victim].ranks
     assert ranks is not None
-    none = {"step:nccl-sendrecv": not ranks.p2p, "ncclGroupEnd": not (ranks.p2p or ranks.groups)}
+    none = {
+        "step:nccl-sendrecv": not ranks.p2p,
+        "ncclGroupEnd": not (ranks.p2p or ranks.groups),
+        "step:nccl-launch": not ranks.nonblocking,
+    }
     return tuple(name for name in COMPUTING if not none.get(name))
 
 

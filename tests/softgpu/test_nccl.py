@@ -225,6 +225,22 @@ def test_what_does_not_block_goes_on_behind_its_calls(new_node: Callable[..., No
     assert ranks.each("[summed(), destroy()]") == [[True, 0], [True, 0]]
 
 
+def test_what_goes_on_behind_its_calls_is_slow_and_fails(new_node: Callable[..., Node]) -> None:
+    ranks = not_blocking(new_node, 2)
+    rule = ranks.node.switches.add("function=step:nccl-launch hang")
+    assert ranks.each("all_reduce()") == [IN_PROGRESS, IN_PROGRESS]
+    time.sleep(0.2)
+    assert ranks.each("[N.async_error(W.comm), N.query(W.stream)]") == [[IN_PROGRESS, 0]] * 2, "not on the stream yet"
+    ranks.node.switches.remove(rule)
+    ranks.rest()
+    assert all(ranks.each("summed()"))
+    ranks.node.switches.add(f"function=step:nccl-launch result=ncclRemoteError caller={ranks.far[0].pid}")
+    assert ranks.each("all_reduce()") == [IN_PROGRESS, IN_PROGRESS]
+    until(lambda: ranks.far[0]("N.async_error(W.comm)") == REMOTE_ERROR)
+    until(lambda: ranks.far[1]("[N.async_error(W.comm), N.query(W.stream)]") == [0, 600])
+    assert ranks.each("result('ncclCommAbort', W.comm)") == [0, 0]
+
+
 def test_an_init_whose_peer_does_not_come_is_aborted(apart: Ranks) -> None:
     far = apart.far[0]
     blocks = apart.node.blocks()
