@@ -66,7 +66,8 @@ class BoxedRun(Run):
                 job.thaw()
             status = job.status()
             # Where podman is killed in the middle of "podman rm" it says so until it is told again.
-            self.half_ended = status == "stopping" and "the-end" in self.case.step + self.case.operation
+            at_the_end = "the-end" in self.case.step and self.operation != "checkpoint"  # there it is ended after all
+            self.half_ended = status == "stopping" and at_the_end
             if status != "running" and not self.half_ended:
                 problems.append(f"the container is {state}, and its runtime says {status!r}")
             on = room.places(job)
@@ -81,7 +82,8 @@ class BoxedRun(Run):
         strange = names - {job.name} - ({clone} if clone else set())
         if strange:
             problems.append(f"containers that nobody asked for: {sorted(strange)}")
-        if rc == 0 and self.case.operation == "checkpoint" and job.name in names:
+        anew = "restarted" in self.fault and self.case.victim.startswith("runc")  # that one stays
+        if rc == 0 and self.case.operation == "checkpoint" and job.name in names and not anew:
             problems.append("the image is there, and the runtime still knows the container")
         gone = self.operation in ("restore", "restore-to") and not job.alive() and not self.kills_job
         if gone and job.name in names:

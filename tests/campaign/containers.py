@@ -143,6 +143,9 @@ def _points(operation: str, victim: str, steps: dict[str, Any]) -> Iterator[tupl
         for fault in faults:
             if "kill-worker" in fault and "worker" not in living:
                 continue
+            # podman restart beside podman rm: it says that it has, and podman has forgotten what runs (6 of 25, 4.3.1).
+            if (boxed, name) == ("podman", "during the end") and fault.startswith("restarted"):
+                continue
             yield step, fault
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -9,10 +10,13 @@ from pathlib import Path
 
 import pytest
 from containers.runtimes import Container
-from support import KILLED_AS_IT_CAME_BACK, KILLED_AT_THE_END
-from test_containers_to_disk import Desk, desk, desk_of, each, recovered, until
+from support import KILLED_AS_IT_CAME_BACK, KILLED_AS_IT_WAS_COMMITTED, KILLED_AT_THE_END
+from test_containers_to_disk import Desk, begin, desk, desk_of, each, recovered, until
 
+from limosa.containers.freezer import thaw
 from limosa.containers.state import states
+from limosa.process.cgroups import frozen_by
+from limosa.process.tree import descendants, snapshot
 
 __all__ = ["desk", "desk_of"]
 pytestmark = [pytest.mark.root, pytest.mark.criu, pytest.mark.timeout(300)]
@@ -23,6 +27,17 @@ def killed_at_the_end(desk: Desk, *words: object, program: str = KILLED_AT_THE_E
     del environment["HOME"]
     process = desk.node.popen([sys.executable, "-c", program, *words], env=environment)
     assert process.wait(120) == -signal.SIGKILL
+
+
+def comm(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
+
+
+def freezer_of(one: Container) -> str:
+    """The folder of the cgroup that holds it still."""
+    return frozen_by(Path(f"/proc/{one.pid}/cgroup").read_text(), Path("/proc/self/mountinfo").read_text())
 
 
 def ends(one: Container) -> None:
@@ -75,19 +90,20 @@ def test_volumes_of_a_restore_that_failed_are_not_taken_for_the_jobs(desk: Desk,
 
 def killed_as_it_ends_one(desk: Desk) -> Path:
     """The podman's runc is killed wherever it is told to end a container, while the file that is returned is there."""
-    place = desk.runtime.place
-    there, program = place / "killed", place / "bin" / "runc"
-    program.parent.mkdir()
-    program.write_text(
-        f"""#!/bin/sh
-case " $* " in *" kill "*|*" delete "*) [ -e {there} ] && kill -9 $$ ;; esac
-exec {desk.runtime.engines["runc"]} "$@"
-"""
-    )
-    program.chmod(0o755)
-    conf = place / ".config" / "containers" / "containers.conf"
-    conf.write_text(conf.read_text().replace(str(desk.runtime.engines["runc"]), str(program)))
+    there = desk.runtime.place / "killed"
+    instead_of_runc(desk, f'case " $* " in *" kill "*|*" delete "*) [ -e {there} ] && kill -9 $$ ;; esac')
     return there
+
+
+def instead_of_runc(desk: Desk, before: str) -> Path:
+    """The podman gets a runc that does something before; the file that it is."""
+    program = desk.runtime.place / "bin" / "runc"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\n{before}\nexec {desk.runtime.engines["runc"]} "$@"\n')
+    program.chmod(0o755)
+    conf = desk.runtime.place / ".config" / "containers" / "containers.conf"
+    conf.write_text(conf.read_text().replace(str(desk.runtime.engines["runc"]), str(program)))
+    return program
 
 
 @each("podman-living", "podman-ended")
@@ -112,6 +128,67 @@ def test_one_that_podman_forgets_and_does_not_end_is_ended(desk: Desk, word: str
     killed.unlink()
     assert desk.runtime.names() == []
     assert [s.id for s in states() if str(desk.runtime.place) in s.bundle] == []
+    desk.restore()
+    desk.back().goes_on()
+
+
+@each("podman-podman", "podman-all", "podman-thawed")
+def test_one_that_podman_had_begun_to_end_is_ended(desk: Desk, word: str) -> None:
+    """podman that was killed over it calls it "stopping": its next ``rm`` would forget it while it runs."""
+    noted = desk.runtime.place / "waits"
+    once = f"[ -e {noted} ] || {{ touch {noted}; exec sleep 600; }}"
+    instead_of_runc(desk, f'case " $* " in *" kill "*) {once} ;; esac')
+    one = desk.job()
+    one.goes_on()
+    limosa = begin(desk, "checkpoint", desk.called(one), "--output", desk.image())
+    until(noted.exists)
+    folder = freezer_of(one)
+    below = descendants(limosa.pid, snapshot())
+    assert {"podman", "sleep"} <= {comm(pid) for pid in below}
+    for pid in below if word == "podman" else [limosa.pid, *below]:
+        if word != "podman" or comm(pid) in ("podman", "sleep"):
+            os.kill(pid, signal.SIGKILL)
+    assert limosa.wait(60) == (0 if word == "podman" else -signal.SIGKILL)
+    if word == "thawed":
+        thaw(folder)
+    (told,) = desk.says(0, "recover")["recovered"] or [{}]
+    if word == "thawed":
+        assert (told["state"], one.lives()) == ("running", True)
+        assert "podman takes it for dead: podman kill ends it" in told["did"]
+        desk.runtime("kill", one.name)
+        until(lambda: not one.lives(), 10)
+        desk.runtime("rm", one.name)
+    elif word == "all":
+        assert told["state"] == "gone"
+    assert not one.lives()
+    assert desk.runtime.names() == []
+    desk.limosa("verify", desk.image())
+    desk.restore()
+    desk.back().goes_on()
+
+
+@each("podman-restore", "podman-checkpoint")
+def test_one_whose_files_podman_has_removed_is_removed(desk: Desk, word: str) -> None:
+    """podman that was killed then says nothing of it but that it has it."""
+    one = desk.job()
+    one.goes_on()
+    if word == "restore":
+        desk.checkpoint(one)
+        killed_at_the_end(desk, "restore", desk.image(), program=KILLED_AS_IT_CAME_BACK)
+        ends(desk.back())
+    else:
+        words = ("checkpoint", desk.called(one), "--output", desk.image())
+        killed_at_the_end(desk, *words, program=KILLED_AS_IT_WAS_COMMITTED)
+        thaw(freezer_of(one))
+        ends(one)
+    stored = desk.runtime.place / "graph" / "overlay-containers" / "containers.json"
+    assert one.name in stored.read_text()
+    stored.write_text("[]")
+    assert "container not known" in desk.runtime("container", "inspect", one.name, rc=125).stderr
+    desk.says(10, "checkpoint", desk.called(one), "--output", desk.image("another"))
+    recovered(desk)
+    assert desk.runtime.names() == []
+    desk.limosa("verify", desk.image())
     desk.restore()
     desk.back().goes_on()
 

@@ -53,7 +53,7 @@ def freeze(folder: str) -> None:
     v1 = os.path.exists(f"{folder}/freezer.state")
     end = time.monotonic() + _SECONDS
     _write(folder, frozen=True)
-    while not _is_frozen(folder):
+    while not is_frozen(folder):
         if time.monotonic() > end:
             thaw(folder)
             raise FailedUndone(what="freezing the container", detail=f"{folder} is not frozen after {_SECONDS:.0f} s")
@@ -118,7 +118,12 @@ def pause(folder: str, asked: Callable[[], bool]) -> None:
             thaw(folder)
 
 
-def _is_frozen(folder: str) -> bool:
+def is_frozen(folder: str) -> bool:
+    """Return whether all of a cgroup's processes stand still.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     try:
         return slurp(f"{folder}/freezer.state").strip() == b"FROZEN"
     except FileNotFoundError:

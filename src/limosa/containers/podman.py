@@ -48,6 +48,7 @@ _NETWORKS = (MACHINES, "none")
 _ID = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _NEVER_RAN = ("created", "configured", "initialized")
 _IN_USE = "already in use"  # a name, or an id
+_HALF_REMOVED = "container not known"  # a podman rm was killed: its storage does not have it any more
 _NO_ADDRESS = ("is already allocated", "not in any subnet")  # as netavark and podman say it
 _HINT = "--name: under another name it gets another address"
 _ANY_ADDRESS = ("", "0.0.0.0", "::", "[::]")  # noqa: S104 - what podman notes
@@ -139,9 +140,11 @@ class Podman(Runtime):
     def find(self, word: str) -> Contained | None:
         said = self._run("container", "inspect", "--", word)
         if said.rc:
-            if self._exists("container", word):
-                raise FailedUndone(what="podman container inspect", detail=said.why)
-            return None
+            if not self._exists("container", word):
+                return None
+            if _HALF_REMOVED in said.why:
+                return Contained(id=word, name=word, init=None, ran=False, removed=True)
+            raise FailedUndone(what="podman container inspect", detail=said.why)
         try:
             (one,) = msgspec.json.decode(said.out, type=ready(list[_Inspected]))
         except (msgspec.DecodeError, ValueError) as error:
@@ -172,6 +175,7 @@ class Podman(Runtime):
             run=one.state.started_at,
             ran=one.state.status not in _NEVER_RAN,
             paused=one.state.status == "paused",
+            ending=one.state.status == "stopping",
             ports=ports,
             published=published,
             volumes=tuple(Volume(m.name, m.destination) for m in one.mounts if m.type == "volume" and m.name),
@@ -365,7 +369,7 @@ class Podman(Runtime):
             raise FailedUndone(what="podman rm", detail=said.why)
         if state is not None:  # podman forgets it, too, where the runtime below was killed
             init = Identity(state.pid, state.start_time)
-            end(init)
+            end(init, state.cgroups)
             if state.by == "runc":
                 take_away(state.folder, state.id, ended=init)
 

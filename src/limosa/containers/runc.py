@@ -25,6 +25,7 @@ from limosa.containers.runtime import (
     bound,
     check_name,
     criu_said_in,
+    end,
     flags,
     sockets,
 )
@@ -281,8 +282,12 @@ class Runc(Runtime):
         if state is None:
             return
         unmount_root(state.folder, id_)
-        said = self._run("--root", state.folder, "delete", "--force", "--", id_, on_start=on_start)
-        if said.rc and self._state(id_) is not None:
+        init = Identity(state.pid, state.start_time)
+        # Not by --force: it takes away what is noted by then, though somebody has started it anew meanwhile, and lives.
+        end(init, state.cgroups)
+        said = self._run("--root", state.folder, "delete", "--", id_, on_start=on_start)
+        left = self._state(id_)
+        if said.rc and left is not None and (left.pid, left.start_time) == (init.pid, init.start_time):
             raise FailedUndone(what="runc delete", detail=said.why)
 
 

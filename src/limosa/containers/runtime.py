@@ -13,7 +13,7 @@ import re
 import signal
 import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -21,6 +21,7 @@ import msgspec
 from limosa import start
 from limosa.containers import calls
 from limosa.containers.calls import Said
+from limosa.containers.freezer import is_frozen, thaw
 from limosa.containers.state import State, states
 from limosa.errors import FailedUndone, InvalidArgument, LimosaError, NoSuchProcess, PidReused
 from limosa.image import ContainerRecord
@@ -74,6 +75,8 @@ class Contained(msgspec.Struct, frozen=True, kw_only=True):
     snapshotter: str = ""  # of containerd's, which keeps its root file system
     pod: str = ""  # "NAMESPACE/POD", where it is one's
     stays: str = ""  # why ending it would not end it for good
+    ending: bool = False  # whether its runtime has begun to end it, and takes it for dead from then on
+    removed: bool = False  # whether its runtime has begun to take it away: its files are gone, its record is not
     restored: str = ""  # when it was brought back from an image, where the runtime says that
     stats: Mapping[str, float] = {}  # what CRIU says of the restore that has made it, where that was asked for
     # what keeps the runtime from writing it to disk: id of the refusal and text of each
@@ -275,6 +278,30 @@ class Runtime(ABC):
         found = self.find(word)
         return found is not None and found.paused
 
+    def finish_end(self, word: str, init: Identity, freezer: str) -> bool:
+        """End a container which this runtime has begun to end, if it is frozen, and take it away.
+
+        podman that was killed over it keeps it as "stopping", and forgets it the next time, while it lives (4.3).
+
+        Args:
+            word: which, as :meth:`find` takes it.
+            init: its first process.
+            freezer: the folder of the cgroup that has held it still since it was written.
+
+        Returns:
+            Whether it was so. Else it may have computed since.
+
+        Raises:
+            FailedUndone: it does not end.
+            OSError: the cgroup cannot be read.
+        """
+        found = self.find(word)
+        if found is None or not found.ending or found.init != init or not is_frozen(freezer):
+            return False
+        end(init, (freezer,))
+        self.remove(word)
+        return True
+
     def word_of(self, contained: Contained) -> str:
         """Return what :meth:`remove` takes for a container, also when it does not run any more."""
         return contained.id
@@ -311,14 +338,23 @@ def alive(identity: Identity) -> Identity | None:
     return identity if identity.pid > 0 and identity.alive() else None
 
 
-def end(init: Identity) -> None:
-    """End what is left of a container that was taken away: with its first process all end, and the job's memory goes.
+def end(init: Identity, cgroups: Iterable[str] = ()) -> None:
+    """End a container: with its first process all end, and the job's memory goes.
+
+    Args:
+        init: that process.
+        cgroups: their folders, of which one may hold it still.
 
     Raises:
         FailedUndone: it does not end.
     """
+    if init.pid <= 0:  # it was made, and never began
+        return
     with contextlib.suppress(NoSuchProcess, PidReused), Handle(init) as handle:
         handle.signal(signal.SIGKILL)
+        for folder in cgroups:  # version 1: what is frozen does not end. It does nothing else any more
+            with contextlib.suppress(OSError):
+                thaw(folder)
         if not handle.wait(END_SECONDS):
             raise FailedUndone(what="ending the container", detail=f"process {init.pid} does not end")
 

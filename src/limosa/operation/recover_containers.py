@@ -71,23 +71,25 @@ class _Made(msgspec.Struct):
 def recover_checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Recovered:
     """Brings a job back that was being written; see ``recover_images``."""
     frozen, cut_off = dead.last(Noted.FREEZE), None
+    written = msgspec.convert(frozen.data if frozen is not None else {}, ready(_Written))
     if frozen is not None:
         _wait_for_runtime(dead, Noted.DUMP, progress)
         root = dead.header.roots[0]
-        if root.alive() and not _is_ending(dead):
+        if root.alive() and not _is_ending(dead) and not _ended_now(dead, written, root):
             try:
-                connections_go_on(job_tree(root), shut=frozen.data.get("shut") is True)
+                connections_go_on(job_tree(root), shut=written.shut)
             except FailedUndone as error:
                 cut_off = error
             let_go_on(job_tree(root))
-            thaw(str(frozen.data.get("folder")))
+            thaw(written.folder)
     entry = recover_images.recover_checkpoint(dead, driver, progress)
     if cut_off is not None:  # it runs, and recover can be run again
         raise cut_off
     if frozen is not None and entry.state == JobState.RUNNING:
-        _pause(msgspec.convert(frozen.data, ready(_Written)))
+        _pause(written)
+        entry.did += _taken_for_dead(written)
     if frozen is not None and entry.state == JobState.GONE:
-        written, root = msgspec.convert(frozen.data, ready(_Written)), dead.header.roots[0]
+        root = dead.header.roots[0]
         if written.runtime and is_committed(dead) and not dead.header.leave_running:
             runtime = _runtime_of(written)
             found = runtime.find(written.container)
@@ -109,6 +111,24 @@ def _pause(written: _Written) -> None:
             pause(written.folder, lambda: runtime.is_paused(written.container))
 
 
+def _ended_now(dead: Journal, written: _Written, root: Identity) -> bool:
+    """Whether a container stood still that its runtime had begun to end, and has ended by this: it is in its image."""
+    with contextlib.suppress(LimosaError, OSError):  # it goes on
+        if written.runtime and is_committed(dead) and not dead.header.leave_running:
+            return _runtime_of(written).finish_end(written.container, root, written.folder)
+    return False
+
+
+def _taken_for_dead(written: _Written) -> str:
+    """What to know of a container that goes on, and that its runtime had begun to end."""
+    with contextlib.suppress(LimosaError, OSError):  # it is only told
+        found = _runtime_of(written).find(written.container) if written.runtime else None
+        if found is not None and found.ending:
+            name = written.runtime
+            return f"; {name} takes it for dead: {name} kill ends it, {name} rm would forget it and let it run"
+    return ""
+
+
 def _runtime_of(written: _Written) -> Runtime:
     return runtime_of(written.runtime, written.program, written.configured, written.notes)
 
@@ -118,7 +138,7 @@ def _is_the_same_run(found: Contained, written: _Written) -> bool:
 
     containerd does not say of one whose task was taken away.
     """
-    return not written.run or found.run == written.run
+    return not written.run or found.run == written.run or found.removed
 
 
 def _began_anew(written: _Written, root: Identity) -> bool:

@@ -251,12 +251,13 @@ class ContainerDumping(Dumping):
         for identity in self.job.tree if self._keeps_connections else ():
             with contextlib.suppress(LimosaError, OSError):  # its peers hear it then, and the image is whole
                 network.enter_repair(identity.pid)
+        runtime, word = self.box.runtime, self.box.runtime.word_of(self.box.contained)
         try:
-            self.box.runtime.remove(self.box.runtime.word_of(self.box.contained), self._started)
-        except LimosaError as error:
-            if has_ended(self.root):
-                with contextlib.suppress(LimosaError):  # its runtime may have been killed over it
-                    self.box.runtime.remove(self.box.runtime.word_of(self.box.contained))
+            runtime.remove(word, self._started)
+        except LimosaError as error:  # its runtime may have been killed over it
+            if self._has_ended():
+                with contextlib.suppress(LimosaError):
+                    runtime.remove(word)
                 end_rest(self.job.tree)
                 return
             _signal(others, signal.SIGCONT)
@@ -264,6 +265,14 @@ class ContainerDumping(Dumping):
             text = f"{error}; the image was committed all the same: {self.dest}"
             raise FailedUndone(text, image=str(self.dest)) from error
         end_rest(self.job.tree)
+
+    def _has_ended(self) -> bool:
+        """Whether it has, now that its runtime has failed to end it."""
+        with contextlib.suppress(LimosaError, OSError):
+            runtime = self.box.runtime
+            if not has_ended(self.root):
+                runtime.finish_end(runtime.word_of(self.box.contained), self.root, self.box.freezer)
+        return has_ended(self.root)
 
 
 def _signal(processes: Sequence[Identity], number: int) -> None:
