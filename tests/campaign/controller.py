@@ -41,6 +41,7 @@ from support import has_ended
 from campaign import containers
 from campaign.helpers import fork_helpers, helper_pids
 from campaign.parked import POINTS
+from campaign.processes import send_signal
 
 DISK = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir", "fchmod")
 
@@ -196,7 +197,7 @@ class Disturber(Points):
         together = [living[one] for one in ("limosa", "worker") if one in who and "limosa" in who]
         for one in who:
             if living[one] not in together:
-                os.kill(living[one], signal.SIGKILL)
+                send_signal(living[one], signal.SIGKILL)  # it may just have ended
                 _until(lambda pid=living[one]: has_ended(pid))
         if together and os.fork() == 0:  # one alone would let the other do its part: another worker, the will
             for pid in together:
