@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from containers.runtimes import Container
+from containers.runtimes import Container, cgroup_layouts
 from support import KILLED_AS_IT_CAME_BACK, KILLED_AS_IT_WAS_COMMITTED, KILLED_AT_THE_END
 from test_containers_to_disk import Desk, begin, desk, desk_of, each, recovered, until
 
@@ -19,6 +19,17 @@ from limosa.process.cgroups import frozen_by
 from limosa.process.tree import descendants, snapshot
 
 __all__ = ["desk", "desk_of"]
+STARTED_ANEW = """
+import os, sys
+from limosa.operation.steps.container_dump import ContainerDumping
+real = ContainerDumping._end
+def end(self):
+    assert os.system("(AGAIN) >&2") == 0
+    real(self)
+ContainerDumping._end = end
+from limosa.cli.main import entry
+entry(sys.argv[1:])
+"""
 pytestmark = [pytest.mark.root, pytest.mark.criu, pytest.mark.timeout(300)]
 
 
@@ -132,7 +143,7 @@ def test_one_that_podman_forgets_and_does_not_end_is_ended(desk: Desk, word: str
     desk.back().goes_on()
 
 
-@each("podman-podman", "podman-all", "podman-thawed")
+@each("podman-podman", "podman-all", "podman-thawed", "podman-forgotten")
 def test_one_that_podman_had_begun_to_end_is_ended(desk: Desk, word: str) -> None:
     """podman that was killed over it calls it "stopping": its next ``rm`` would forget it while it runs."""
     noted = desk.runtime.place / "waits"
@@ -151,6 +162,9 @@ def test_one_that_podman_had_begun_to_end_is_ended(desk: Desk, word: str) -> Non
     assert limosa.wait(60) == (0 if word == "podman" else -signal.SIGKILL)
     if word == "thawed":
         thaw(folder)
+    elif word == "forgotten":
+        desk.runtime("rm", "--force", one.name)
+        assert one.lives()
     (told,) = desk.says(0, "recover")["recovered"] or [{}]
     if word == "thawed":
         assert (told["state"], one.lives()) == ("running", True)
@@ -158,13 +172,53 @@ def test_one_that_podman_had_begun_to_end_is_ended(desk: Desk, word: str) -> Non
         desk.runtime("kill", one.name)
         until(lambda: not one.lives(), 10)
         desk.runtime("rm", one.name)
-    elif word == "all":
+    elif word != "podman":
         assert told["state"] == "gone"
     assert not one.lives()
     assert desk.runtime.names() == []
     desk.limosa("verify", desk.image())
     desk.restore()
     desk.back().goes_on()
+
+
+@pytest.mark.parametrize("cgroups", cgroup_layouts(), indirect=True)
+@each("runc-killed", "podman-killed", "containerd-killed")
+def test_one_that_ended_while_it_stood_still_is_removed(cgroups: str, desk: Desk, word: str) -> None:
+    """Its runtime calls it paused: its cgroup is frozen, whoever is in it."""
+    one = desk.job()
+    one.goes_on()
+    words = ("checkpoint", desk.called(one), "--output", desk.image())
+    killed_at_the_end(desk, *words, program=KILLED_AS_IT_WAS_COMMITTED)
+    os.kill(one.pid, signal.SIGKILL)
+    recovered(desk)
+    assert not one.lives()
+    assert desk.runtime.names() == []
+    desk.restore()
+    desk.back().goes_on()
+
+
+@each("runc-anew", "podman-anew")
+def test_one_that_was_started_anew_while_its_image_was_committed_stays(desk: Desk, word: str) -> None:
+    one = desk.job()
+    one.goes_on()
+    if desk.runtime.name == "podman":
+        again = ["podman kill {0}", "podman start {0}"]
+    else:
+        runc = f"runc --root {desk.runtime.place}/state"
+        again = [
+            f"{runc} delete --force {{0}}",
+            f"{runc} run --detach --bundle {desk.runtime.place}/{{0}} {{0}} >/dev/null",
+        ]
+    program = STARTED_ANEW.replace("AGAIN", "; ".join(again).format(one.name))
+    done = desk.node.run(
+        [sys.executable, "-c", program, "checkpoint", desk.called(one), "--output", desk.image(), "-o", "json"],
+        env=desk.runtime.environment(),
+    ).json
+    assert [one["id"] for one in done["warnings"]] == ["container-anew"]
+    assert done["removed"] == []
+    assert not one.lives()
+    assert desk.back().lives()
+    desk.limosa("verify", desk.image())
 
 
 @each("podman-restore", "podman-checkpoint")

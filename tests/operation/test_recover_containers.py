@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from typing import Any
 
 import msgspec
@@ -52,6 +53,9 @@ class Dead:
     def last(self, step: Noted) -> Record | None:
         return next((r for r in reversed(self.records) if r.step == step), None)
 
+    def try_note(self, step: Noted, phase: Phase, pid: int = 0, **data: Any) -> None:
+        self.records.append(Record(step=step, phase=phase, pid=pid, data=data))
+
     def began(self, step: Noted) -> bool:
         return any(r.step == step and r.phase == Phase.BEGIN for r in self.records)
 
@@ -77,6 +81,42 @@ def test_a_container_that_was_written(runtime: Fake, run: str, leave_running: bo
     dead: Any = Dead(Record(step=Noted.FREEZE, phase=Phase.BEGIN, data=data), leave_running=leave_running)
     recover_containers.recover_checkpoint(dead, None, lambda _: None)  # type: ignore[arg-type]
     assert runtime.removed == removed
+
+
+def test_a_container_that_went_on_after_its_image_stays(runtime: Fake) -> None:
+    data = {"runtime": "podman", "container": "one", "run": "first", "folder": "/nowhere"}
+    went_on = Record(step=Noted.UNDO, phase=Phase.BEGIN, data={"name": "still"})
+    dead: Any = Dead(Record(step=Noted.FREEZE, phase=Phase.BEGIN, data=data), went_on)
+    entry = recover_containers.recover_checkpoint(dead, None, lambda _: None)  # type: ignore[arg-type]
+    assert (runtime.removed, "stays" in entry.did) == ([], True)
+
+
+@pytest.mark.parametrize(
+    ("begun", "went_on", "committed", "ended"),
+    [
+        (True, False, True, True),
+        (False, False, True, False),
+        (True, True, True, False),
+        (True, False, False, False),
+    ],
+)
+def test_one_that_its_runtime_had_begun_to_end(
+    runtime: Fake, monkeypatch: pytest.MonkeyPatch, begun: bool, went_on: bool, committed: bool, ended: bool
+) -> None:
+    """It is ended where it has stood still since its image."""
+    monkeypatch.setattr(recover_containers, "is_committed", lambda _: committed)
+    monkeypatch.setattr(recover_containers, "connections_go_on", lambda *_, **__: None)
+    monkeypatch.setattr(runtime, "has_begun_to_end", lambda *_: begun, raising=False)
+    data = {"runtime": "podman", "container": "one", "run": "first", "folder": "/nowhere"}
+    dead: Any = Dead(Record(step=Noted.FREEZE, phase=Phase.BEGIN, data=data))
+    if went_on:
+        dead.records.append(Record(step=Noted.UNDO, phase=Phase.BEGIN, data={"name": "still"}))
+    with subprocess.Popen(["/bin/sleep", "60"]) as job:
+        dead.header.roots = [Identity.of(job.pid)]
+        recover_containers.recover_checkpoint(dead, None, lambda _: None)  # type: ignore[arg-type]
+        assert (job.poll() is not None) == ended
+        assert any(r.step == Noted.UNDO for r in dead.records) != ended, "that it goes on is noted"
+        job.kill()
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from limosa.containers.runtime import (
     Kept,
     Runtime,
     Volume,
+    alive,
     bound,
     check_name,
     criu_said,
@@ -142,7 +143,9 @@ class Podman(Runtime):
         if said.rc:
             if not self._exists("container", word):
                 return None
-            if _HALF_REMOVED in said.why:
+            state = self._state(word)
+            lives = state is not None and alive(Identity(state.pid, state.start_time))
+            if _HALF_REMOVED in said.why and not lives:
                 return Contained(id=word, name=word, init=None, ran=False, removed=True)
             raise FailedUndone(what="podman container inspect", detail=said.why)
         try:
@@ -369,7 +372,7 @@ class Podman(Runtime):
             raise FailedUndone(what="podman rm", detail=said.why)
         if state is not None:  # podman forgets it, too, where the runtime below was killed
             init = Identity(state.pid, state.start_time)
-            end(init, state.cgroups)
+            end(init, state.cgroups if state.by == "runc" else ())
             if state.by == "runc":
                 take_away(state.folder, state.id, ended=init)
 

@@ -282,13 +282,29 @@ class Runc(Runtime):
         if state is None:
             return
         unmount_root(state.folder, id_)
-        init = Identity(state.pid, state.start_time)
-        # Not by --force: it takes away what is noted by then, though somebody has started it anew meanwhile, and lives.
-        end(init, state.cgroups)
-        said = self._run("--root", state.folder, "delete", "--", id_, on_start=on_start)
-        left = self._state(id_)
-        if said.rc and left is not None and (left.pid, left.start_time) == (init.pid, init.start_time):
+
+        def begins(who: Identity) -> None:
+            on_start(who)
+            if not _is_the_same(self._state(id_), state):
+                raise _Anew
+            end(Identity(state.pid, state.start_time), state.cgroups)
+
+        # Not by --force: that takes away what is noted by then, though somebody has started it anew, and it lives.
+        try:
+            said = self._run("--root", state.folder, "delete", "--", id_, on_start=begins)
+        except _Anew:
+            return
+        if said.rc and _is_the_same(self._state(id_), state):
             raise FailedUndone(what="runc delete", detail=said.why)
+
+
+class _Anew(Exception):
+    """Somebody has started a container anew, or taken it away."""
+
+
+def _is_the_same(found: State | None, before: State) -> bool:
+    """Whether runc notes the same run of a container as before."""
+    return found is not None and (found.pid, found.start_time) == (before.pid, before.start_time)
 
 
 def _is_anothers(folder: str) -> bool:

@@ -23,7 +23,7 @@ from limosa.containers import calls
 from limosa.containers.calls import Said
 from limosa.containers.freezer import is_frozen, thaw
 from limosa.containers.state import State, states
-from limosa.errors import FailedUndone, InvalidArgument, LimosaError, NoSuchProcess, PidReused
+from limosa.errors import FailedUndone, InvalidArgument, LimosaError, NoSuchProcess, PidReused, Zombie
 from limosa.image import ContainerRecord
 from limosa.process.criu.log import Cause, cause
 from limosa.process.criu.stats import DumpStats
@@ -278,29 +278,24 @@ class Runtime(ABC):
         found = self.find(word)
         return found is not None and found.paused
 
-    def finish_end(self, word: str, init: Identity, freezer: str) -> bool:
-        """End a container which this runtime has begun to end, if it is frozen, and take it away.
+    def has_begun_to_end(self, word: str, init: Identity, freezer: str) -> bool:
+        """Return whether this runtime has begun to end a container that stands still, or does not know it any more.
 
         podman that was killed over it keeps it as "stopping", and forgets it the next time, while it lives (4.3).
 
         Args:
             word: which, as :meth:`find` takes it.
-            init: its first process.
-            freezer: the folder of the cgroup that has held it still since it was written.
-
-        Returns:
-            Whether it was so. Else it may have computed since.
+            init: its first process, which lives.
+            freezer: the folder of the cgroup that holds it still.
 
         Raises:
-            FailedUndone: it does not end.
+            FailedUndone: the runtime does not say.
             OSError: the cgroup cannot be read.
         """
         found = self.find(word)
-        if found is None or not found.ending or found.init != init or not is_frozen(freezer):
+        if found is not None and not found.removed and not (found.ending and found.init == init):
             return False
-        end(init, (freezer,))
-        self.remove(word)
-        return True
+        return is_frozen(freezer)
 
     def word_of(self, contained: Contained) -> str:
         """Return what :meth:`remove` takes for a container, also when it does not run any more."""
@@ -343,20 +338,25 @@ def end(init: Identity, cgroups: Iterable[str] = ()) -> None:
 
     Args:
         init: that process.
-        cgroups: their folders, of which one may hold it still.
+        cgroups: the container's, by their folders; one may hold it still, and does not afterwards.
 
     Raises:
         FailedUndone: it does not end.
     """
-    if init.pid <= 0:  # it was made, and never began
-        return
-    with contextlib.suppress(NoSuchProcess, PidReused), Handle(init) as handle:
+    v1 = [folder for folder in cgroups if os.path.exists(f"{folder}/freezer.state")]
+    with contextlib.suppress(NoSuchProcess, PidReused, Zombie), Handle(init) as handle:
         handle.signal(signal.SIGKILL)
-        for folder in cgroups:  # version 1: what is frozen does not end. It does nothing else any more
-            with contextlib.suppress(OSError):
-                thaw(folder)
+        for folder in v1:  # what is frozen does not end. It does nothing else any more
+            _let_go(folder)
         if not handle.wait(END_SECONDS):
             raise FailedUndone(what="ending the container", detail=f"process {init.pid} does not end")
+    for folder in cgroups:  # else runc calls it paused, also when nothing of it lives
+        _let_go(folder)
+
+
+def _let_go(folder: str) -> None:
+    with contextlib.suppress(OSError):
+        thaw(folder)
 
 
 def criu_said(path: str) -> str:

@@ -13,7 +13,7 @@ import msgspec
 from limosa import gpu
 from limosa.containers.calls import settle
 from limosa.containers.freezer import pause, thaw
-from limosa.containers.runtime import Contained, Runtime
+from limosa.containers.runtime import Contained, Runtime, end
 from limosa.containers.runtimes import runtime_of
 from limosa.errors import CannotBeMoved, FailedUndone, LimosaError
 from limosa.image import open_image
@@ -29,11 +29,13 @@ from limosa.operation.recover_images import (
     has_run,
     is_committed,
     still_an_image,
+    went_on,
 )
 from limosa.operation.restored import end_tree, started_on
 from limosa.operation.results import Recovered
+from limosa.operation.step import STILL
 from limosa.process.criu.lent import forget
-from limosa.process.identity import Identity
+from limosa.process.identity import Identity, ending
 from limosa.process.tree import job_tree
 from limosa.progress import Progress, ProgressFn
 from limosa.structs import ready
@@ -81,6 +83,7 @@ def recover_checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) 
             except FailedUndone as error:
                 cut_off = error
             let_go_on(job_tree(root))
+            dead.try_note(Noted.UNDO, Phase.BEGIN, name=STILL)  # it computes on from here
             thaw(written.folder)
     entry = recover_images.recover_checkpoint(dead, driver, progress)
     if cut_off is not None:  # it runs, and recover can be run again
@@ -94,10 +97,11 @@ def recover_checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) 
             runtime = _runtime_of(written)
             found = runtime.find(written.container)
             # Else it was restored, or somebody has started it anew: it may have written since.
-            if found is not None and found.init in (None, root) and _is_the_same_run(found, written):
+            same = found is not None and found.init in (None, root) and _is_the_same_run(found, written)
+            if same and not went_on(dead):
                 runtime.remove(written.container)  # what may have been told to end it, and not yet to take it away
             elif found is not None:
-                entry.did += "; its container may have been started anew since, and stays"
+                entry.did += "; its container may have gone on, or been started anew, since, and stays"
         elif written.runtime and _began_anew(written, root):
             entry.did += "; somebody has started its container anew since"
     return entry
@@ -112,19 +116,25 @@ def _pause(written: _Written) -> None:
 
 
 def _ended_now(dead: Journal, written: _Written, root: Identity) -> bool:
-    """Whether a container stood still that its runtime had begun to end, and has ended by this: it is in its image."""
-    with contextlib.suppress(LimosaError, OSError):  # it goes on
-        if written.runtime and is_committed(dead) and not dead.header.leave_running:
-            return _runtime_of(written).finish_end(written.container, root, written.folder)
-    return False
+    """Whether a container that has stood still since it was written, and that was being ended, has ended by this."""
+    if not written.runtime or not is_committed(dead) or dead.header.leave_running or went_on(dead):
+        return False
+    if not ending(root.pid):
+        try:
+            if not _runtime_of(written).has_begun_to_end(written.container, root, written.folder):
+                return False
+        except (LimosaError, OSError):  # it goes on
+            return False
+    end(root, (written.folder,))
+    return True
 
 
 def _taken_for_dead(written: _Written) -> str:
     """What to know of a container that goes on, and that its runtime had begun to end."""
+    name = written.runtime
     with contextlib.suppress(LimosaError, OSError):  # it is only told
-        found = _runtime_of(written).find(written.container) if written.runtime else None
+        found = _runtime_of(written).find(written.container) if name else None
         if found is not None and found.ending:
-            name = written.runtime
             return f"; {name} takes it for dead: {name} kill ends it, {name} rm would forget it and let it run"
     return ""
 

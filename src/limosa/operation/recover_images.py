@@ -31,6 +31,7 @@ from limosa.operation.remove_image import log_folder
 from limosa.operation.restored import end_tree, keep_record, started_on
 from limosa.operation.results import Recovered
 from limosa.operation.rewind import Rewind
+from limosa.operation.step import STILL
 from limosa.parking.protocol import Stand
 from limosa.parking.shim import Shim
 from limosa.process.criu import leftovers
@@ -108,8 +109,8 @@ def _was_ended(dead: Journal) -> bool:
 
     CRIU asks whether the image was committed, and lets the job go on where nobody answers.
     """
-    if dead.began(Noted.FREEZE):
-        return True  # a container: it stands still until it is ended
+    if dead.began(Noted.FREEZE):  # a container: it stands still until it is ended
+        return not went_on(dead)
     said = b""
     with _log_of(dead) as fd, contextlib.suppress(OSError), open(open_in(fd, DUMP_LOG, os.O_RDONLY), "rb") as log:
         log.seek(max(0, os.fstat(log.fileno()).st_size - _LAST_WORDS))
@@ -157,6 +158,11 @@ def remove_drafts(dead: Journal) -> list[str]:
                 except (LimosaError, OSError) as error:
                     did.append(f"could not remove {folder.path} ({error}): limosa rm removes it")
     return did
+
+
+def went_on(dead: Journal) -> bool:
+    """Return whether a container that stood still may have been let go on: what it has done since is in no image."""
+    return any(r.step == Noted.UNDO and r.data.get("name") == STILL for r in dead.records)
 
 
 def is_committed(dead: Journal) -> bool:

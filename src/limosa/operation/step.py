@@ -127,8 +127,9 @@ class Op:
 
 O = TypeVar("O", bound=Op)  # noqa: E741 - of a step
 
-HOME, BACK = "driver", "parked"
-"""What the way back of all the driver's steps, and that of memory that is carried beside them, are called."""
+HOME, BACK, STILL = "driver", "parked", "still"
+"""What the way back of all the driver's steps, that of memory that is carried beside them, and that of a container that
+is held still, are called."""
 NOTHING = ""
 """As ``undone``: there is nothing to undo (the docstring of the step says why)."""
 

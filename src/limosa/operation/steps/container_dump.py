@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import msgspec
 
 from limosa.containers.freezer import cannot_be_traced, freeze, pause, thaw
-from limosa.containers.runtime import MACHINES, PRIVATE, Kept
+from limosa.containers.runtime import MACHINES, PRIVATE, Kept, end
 from limosa.containers.runtimes import folder_of
-from limosa.errors import CannotBeMoved, FailedUndone, LimosaError, NoSuchProcess
+from limosa.errors import CannotBeMoved, FailedUndone, LimosaError, NoSuchProcess, Reason
 from limosa.image import ContainerRecord, DeviceMemory, Manifest, TreeProcess
 from limosa.operation.container_plan import stopped_words
 from limosa.operation.dump_options import Options
@@ -26,7 +26,7 @@ from limosa.operation.journal import Noted, Phase, added_up
 from limosa.operation.leftovers import connections_go_on, end_rest, has_ended, let_go_on
 from limosa.operation.prepare import Prepared
 from limosa.operation.results import CheckpointResult
-from limosa.operation.step import HOME, Verb
+from limosa.operation.step import HOME, STILL, Verb
 from limosa.operation.steps.dumping import ANSWERED, TRIES, Dumping
 from limosa.operation.work import Work
 from limosa.parking.names import is_asked
@@ -38,7 +38,7 @@ from limosa.process.namespaces import inside
 from limosa.process.records import ClonedRecord
 from limosa.process.tree import job_tree
 
-_STILL, _PAUSED = "still", "paused"
+_PAUSED = "paused"
 
 
 class ContainerDumping(Dumping):
@@ -49,11 +49,12 @@ class ContainerDumping(Dumping):
         assert job.box is not None
         self.box = job.box
         self._was_held = False
+        self._stays = False  # somebody has started it anew
         self._pids: dict[int, int] = {}  # what its processes are called here → inside
 
     @property
     def removed(self) -> list[str]:
-        if self.leave_running:
+        if self.leave_running or self._stays:
             return []
         contained = self.box.contained
         return [self.box.container.called, *([contained.log] if contained.log_goes else [])]
@@ -80,7 +81,7 @@ class ContainerDumping(Dumping):
     def dump(self) -> None:
         work = self.work
         work.armed()
-        work.push(_STILL, self._go_on)
+        work.push(STILL, self._go_on)
         runtime = self.box.runtime
         work.note(
             Noted.FREEZE,
@@ -108,7 +109,7 @@ class ContainerDumping(Dumping):
                 self._commit()
             self._end()
             work.drop(HOME)
-        work.drop(_STILL)
+        work.drop(STILL)
         if not self.leave_running:
             self._let_go_of_device_memory()
 
@@ -251,12 +252,19 @@ class ContainerDumping(Dumping):
         for identity in self.job.tree if self._keeps_connections else ():
             with contextlib.suppress(LimosaError, OSError):  # its peers hear it then, and the image is whole
                 network.enter_repair(identity.pid)
-        runtime, word = self.box.runtime, self.box.runtime.word_of(self.box.contained)
+        runtime, contained = self.box.runtime, self.box.contained
+        word = runtime.word_of(contained)
         try:
+            found = runtime.find(word)
+            if found is not None and (found.init not in (None, self.root) or found.run != contained.run):
+                text = f"container {self.box.container.called} was started anew meanwhile, and stays"
+                self.work.warnings.append(Reason(id="container-anew", text=text))
+                self._stays = True
+                return
             runtime.remove(word, self._started)
-        except LimosaError as error:  # its runtime may have been killed over it
-            if self._has_ended():
-                with contextlib.suppress(LimosaError):
+        except (LimosaError, OSError) as error:  # its runtime may have been killed over it
+            if self._has_ended(word):
+                with contextlib.suppress(LimosaError, OSError):
                     runtime.remove(word)
                 end_rest(self.job.tree)
                 return
@@ -266,12 +274,12 @@ class ContainerDumping(Dumping):
             raise FailedUndone(text, image=str(self.dest)) from error
         end_rest(self.job.tree)
 
-    def _has_ended(self) -> bool:
+    def _has_ended(self, word: str) -> bool:
         """Whether it has, now that its runtime has failed to end it."""
-        with contextlib.suppress(LimosaError, OSError):
-            runtime = self.box.runtime
-            if not has_ended(self.root):
-                runtime.finish_end(runtime.word_of(self.box.contained), self.root, self.box.freezer)
+        if not has_ended(self.root):
+            with contextlib.suppress(LimosaError, OSError):
+                if self.box.runtime.has_begun_to_end(word, self.root, self.box.freezer):
+                    end(self.root, (self.box.freezer,))
         return has_ended(self.root)
 
 
