@@ -709,3 +709,36 @@ def test_that_a_job_with_a_context_holds_nothing_is_asked_twice_and_then_refused
     operation.suspend(pid)
     monkeypatch.undo()
     assert double.states[pid] == "checkpointed"
+
+
+@pytest.mark.parametrize(
+    ("refused", "wanted"),
+    [
+        (0, [{"there": "home", "home": "there"}]),
+        (1, [{"there": "home", "home": "there"}] * 2),  # it would be restored where it is by any other map
+        (2, [*[{"there": "home", "home": "there"}] * 2, {"home": "home", "there": "there"}]),
+    ],
+)
+def test_the_way_home_of_a_containers_process_that_the_driver_refuses(
+    monkeypatch: pytest.MonkeyPatch, refused: int, wanted: list[dict[str, str]]
+) -> None:
+    """Refused once it may be away; refused each time it is at home, and its state was told wrongly."""
+    for name in ("add", "leave"):
+        monkeypatch.setattr(driver_steps.container_gpus, name, lambda *_: None)
+    asked: list[dict[str, str]] = []
+
+    class Refusing:
+        def restore(self, pid: int, mapping: dict[str, str], *, limit: float) -> None:
+            asked.append(mapping)
+            if len(asked) <= refused:
+                result = "CUDA_ERROR_INVALID_VALUE"
+                raise DriverError(call="restore", pid=pid, result=result, code=1, meaning="made to fail")
+
+    member = journal.Member(
+        identity=Identity.of(os.getpid()),
+        home={"home": "home", "there": "there"},
+        map={"home": "there", "there": "home"},
+        boxed=True,
+    )
+    driver_steps._restore_home(Refusing(), member, True, lambda _: None)  # type: ignore[arg-type]
+    assert asked == wanted

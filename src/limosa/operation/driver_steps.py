@@ -63,6 +63,8 @@ _ONE_AT_A_TIME = threading.Lock()  # members share a file
 
 _SURPRISES = 3  # how often a process may be in another state than it was a moment before, on its way back
 
+_ASKED = 2  # times: before a refused map is believed
+
 _PATIENCE = 900.0  # seconds: a driver call under way ends some time, or the machine needs looking at
 
 SLOWEST_RATE = 0.3e9
@@ -350,9 +352,10 @@ def _restore_home(driver: gpu.Driver, member: Member, away: bool, tell: TellFn) 
     """Restores a member where it was, from where it is believed to be.
 
     A state that the driver has told wrongly may be why it is believed away. One that has a container's GPU alone has a
-    map of one pair, which the driver refuses then, each time: it is at home, and is restored there.
+    map of one pair, which the driver refuses then, each time: it is at home, and is restored there. Where it is refused
+    once it may be away all the same, and would be restored there.
     """
-    if away:
+    for _ in range(_ASKED if away else 0):
         try:
             return restore_one(driver, member, {b: a for a, b in member.map.items()}, tell)
         except DriverError as error:
