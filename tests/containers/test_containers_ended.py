@@ -221,6 +221,26 @@ def test_one_that_was_started_anew_while_its_image_was_committed_stays(desk: Des
     desk.limosa("verify", desk.image())
 
 
+@each("containerd-ended", "containerd-living")
+def test_a_task_whose_container_is_gone_is_in_the_way_as_long_as_it_lives(desk: Desk, word: str) -> None:
+    one = desk.job()
+    one.goes_on()
+    desk.checkpoint(one, "--leave-running")
+    if word == "ended":
+        ends(one)
+        until(lambda: desk.runtime.state(one.name) == "stopped")
+    forget = f"Api({str(desk.runtime.socket)!r}, 'default').forget({one.name!r})"
+    desk.node.run([sys.executable, "-c", f"from limosa.containers.containerd_api import Api; {forget}"])
+    assert desk.runtime.names() == []
+    if word == "living":
+        assert "is there, and its container is gone" in desk.restore(rc=21)["error"]["message"]
+        assert one.lives()
+        ends(one)
+        until(lambda: desk.runtime.state(one.name) == "stopped")
+    desk.restore()
+    desk.back().goes_on()
+
+
 @each("podman-restore", "podman-checkpoint")
 def test_one_whose_files_podman_has_removed_is_removed(desk: Desk, word: str) -> None:
     """podman that was killed then says nothing of it but that it has it."""

@@ -244,6 +244,7 @@ class Containerd(Runtime):
                 _apply(api, made_of, word, mounts, kept)
                 made = _record(made_of, word, record.name)
                 api.create(made)
+                _end_stale(api, made.id)
                 self._start(api, made, made_of, kept)
         except BaseException as error:
             why = criu_said_in(kept.work_fd, "restore.log") if isinstance(error, FailedUndone) else ""
@@ -307,6 +308,22 @@ class Containerd(Runtime):
 
     def word_of(self, contained: Contained) -> str:
         return f"{contained.namespace}/{contained.id}"
+
+
+def _end_stale(api: Api, id_: str) -> None:
+    """Take a task away that has ended, and whose container was taken away: that name is ours now.
+
+    Raises:
+        FailedUndone: it runs, and stays.
+    """
+    try:
+        api.ask("tasks.v1.Tasks/Delete", (1, id_))
+    except grpc.Refused as error:
+        if error.status != grpc.NOT_FOUND:
+            api.forget(id_)  # ours; else what undoes this would end that task
+            text = f"a task {id_} is there, and its container is gone ({error})"
+            hint = f"ctr -n {api.namespace} tasks delete --force {id_}"
+            raise FailedUndone(what="making the container", detail=text, hint=hint) from error
 
 
 def _end(api: Api, record: Record, runtime: Containerd, operation: str = "") -> None:
