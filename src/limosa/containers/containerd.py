@@ -140,7 +140,7 @@ class Containerd(Runtime):
             id=record.id,
             name=record.id,
             init=init,
-            run=str(task.number(_PID)) if task is not None else "",
+            run=str(task.number(_PID) or "") if task is not None else "",
             paused=task is not None and task.number(_STATUS) == _PAUSED,
             image=record.image,
             image_id=parent,
@@ -318,12 +318,15 @@ def _end_stale(api: Api, id_: str) -> None:
     """
     try:
         api.ask("tasks.v1.Tasks/Delete", (1, id_))
-    except grpc.Refused as error:
-        if error.status != grpc.NOT_FOUND:
-            api.forget(id_)  # ours; else what undoes this would end that task
+    except BaseException as error:
+        if isinstance(error, grpc.Refused) and error.status == grpc.NOT_FOUND:
+            return
+        api.forget(id_)  # ours; else what undoes this would end that task
+        if isinstance(error, grpc.Refused):
             text = f"a task {id_} is there, and its container is gone ({error})"
             hint = f"ctr -n {api.namespace} tasks delete --force {id_}"
             raise FailedUndone(what="making the container", detail=text, hint=hint) from error
+        raise
 
 
 def _end(api: Api, record: Record, runtime: Containerd, operation: str = "") -> None:

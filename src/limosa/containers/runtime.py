@@ -344,12 +344,13 @@ def end(init: Identity, cgroups: Iterable[str] = ()) -> None:
         FailedUndone: it does not end.
     """
     v1 = [folder for folder in cgroups if os.path.exists(f"{folder}/freezer.state")]
-    with contextlib.suppress(NoSuchProcess, PidReused, Zombie), Handle(init) as handle:
-        handle.signal(signal.SIGKILL)
-        for folder in v1:  # what is frozen does not end. It does nothing else any more
-            _let_go(folder)
-        if not handle.wait(END_SECONDS):
-            raise FailedUndone(what="ending the container", detail=f"process {init.pid} does not end")
+    if init.pid > 0:  # else it was made, and never began
+        with contextlib.suppress(NoSuchProcess, PidReused, Zombie), Handle(init) as handle:
+            handle.signal(signal.SIGKILL)
+            for folder in v1:  # what is frozen does not end. It does nothing else any more
+                _let_go(folder)
+            if not handle.wait(END_SECONDS):
+                raise FailedUndone(what="ending the container", detail=f"process {init.pid} does not end")
     for folder in cgroups:  # else runc calls it paused, also when nothing of it lives
         _let_go(folder)
 

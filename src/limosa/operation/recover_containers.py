@@ -19,7 +19,7 @@ from limosa.errors import CannotBeMoved, FailedUndone, LimosaError
 from limosa.image import open_image
 from limosa.operation import clones, container_gpus, driver_steps, recover_images
 from limosa.operation.journal import Journal, Noted, Phase
-from limosa.operation.leftovers import connections_go_on, has_ended, let_go_on
+from limosa.operation.leftovers import connections_go_on, end_rest, has_ended, let_go_on
 from limosa.operation.parked.gates import gate_was_opened
 from limosa.operation.recover_images import (
     CRIU_PATIENCE,
@@ -125,6 +125,7 @@ def _ended_now(dead: Journal, written: _Written, root: Identity) -> bool:
                 return False
         except (LimosaError, OSError):  # it goes on
             return False
+    end_rest(dead.header.tree)  # before anything of it is let go: with version 1 the others would run a moment longer
     end(root, (written.folder,))
     return True
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
+from limosa.containers.calls import nobody
 from limosa.containers.freezer import cannot_be_traced, freeze, pause, thaw
-from limosa.containers.runtime import MACHINES, PRIVATE, Kept, end
+from limosa.containers.runtime import MACHINES, PRIVATE, Contained, Kept, end
 from limosa.containers.runtimes import folder_of
 from limosa.errors import CannotBeMoved, FailedUndone, LimosaError, NoSuchProcess, Reason
 from limosa.image import ContainerRecord, DeviceMemory, Manifest, TreeProcess
@@ -33,7 +34,7 @@ from limosa.parking.names import is_asked
 from limosa.process.criu import network
 from limosa.process.criu.lent import lent
 from limosa.process.criu.program import Criu
-from limosa.process.identity import Handle, Identity
+from limosa.process.identity import Handle, Identity, ending
 from limosa.process.namespaces import inside
 from limosa.process.records import ClonedRecord
 from limosa.process.tree import job_tree
@@ -252,20 +253,14 @@ class ContainerDumping(Dumping):
         for identity in self.job.tree if self._keeps_connections else ():
             with contextlib.suppress(LimosaError, OSError):  # its peers hear it then, and the image is whole
                 network.enter_repair(identity.pid)
-        runtime, contained = self.box.runtime, self.box.contained
-        word = runtime.word_of(contained)
+        word = self.box.runtime.word_of(self.box.contained)
         try:
-            found = runtime.find(word)
-            if found is not None and (found.init not in (None, self.root) or found.run != contained.run):
-                text = f"container {self.box.container.called} was started anew meanwhile, and stays"
-                self.work.warnings.append(Reason(id="container-anew", text=text))
-                self._stays = True
-                return
-            runtime.remove(word, self._started)
+            self._remove(word, self._started)
+            end(self.root, (self.box.freezer,))  # of one that its runtime did not know any more
         except (LimosaError, OSError) as error:  # its runtime may have been killed over it
             if self._has_ended(word):
                 with contextlib.suppress(LimosaError, OSError):
-                    runtime.remove(word)
+                    self._remove(word)
                 end_rest(self.job.tree)
                 return
             _signal(others, signal.SIGCONT)
@@ -274,11 +269,29 @@ class ContainerDumping(Dumping):
             raise FailedUndone(text, image=str(self.dest)) from error
         end_rest(self.job.tree)
 
+    def _remove(self, word: str, on_start: Callable[[Identity], None] = nobody) -> None:
+        """Ends it and takes it away; another one stays that somebody has made of it since it was looked at."""
+        found = self.box.runtime.find(word)
+        if found is not None and self._is_another(found):
+            text = f"container {self.box.container.called} was started anew meanwhile, and stays"
+            self.work.warnings.append(Reason(id="container-anew", text=text))
+            self._stays = True
+            return
+        self.box.runtime.remove(word, on_start)
+
+    def _is_another(self, found: Contained) -> bool:
+        """Whether what its runtime has under that name is not what was written."""
+        before = self.box.contained.run
+        if found.init in (None, self.root) and self.root.alive():
+            return False  # its runtime may not have had an answer about it
+        return found.init not in (None, self.root) or ("" not in (found.run, before) and found.run != before)
+
     def _has_ended(self, word: str) -> bool:
         """Whether it has, now that its runtime has failed to end it."""
         if not has_ended(self.root):
             with contextlib.suppress(LimosaError, OSError):
-                if self.box.runtime.has_begun_to_end(word, self.root, self.box.freezer):
+                begun = self.box.runtime.has_begun_to_end
+                if ending(self.root.pid) or begun(word, self.root, self.box.freezer):
                     end(self.root, (self.box.freezer,))
         return has_ended(self.root)
 
