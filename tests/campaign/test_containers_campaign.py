@@ -51,7 +51,7 @@ def sample() -> list[tuple[cases.Case, int]]:
     picked: list[cases.Case] = []
     held = [case for case in of["runc-shim"] if case.operation in containers.HOLDING]
     asked = [case for case in of["containerd"] if case.operation in containers.BY_SOCKET]
-    daemon = [case for case in of["containerd"] if "daemon-killed" in case.fault]
+    daemon = [case for case in of["containerd"] if cases.kind_of_fault(case.fault) == "daemon-killed"]
     by_victim = [(of[victim], count) for victim, count in COUNTS.items()]
     for some, count in [
         *by_victim,
