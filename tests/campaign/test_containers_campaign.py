@@ -30,6 +30,8 @@ FOUND = (
     "checkpoint/podman/point.during-the-end.3/kill-runtime-oci-criu",
     "clone/containerd/run/random-sigterm.0",
     "leave-running/podman/point.after-note-checkpoint-done.0/paused",
+    "checkpoint/podman/point.during-the-end.1/kill-runtime-oci-criu-both",
+    "recover-there/runc-shim/call.restore.0/result-1",
 )
 """What failed when more of it was run, one of each cause (docs/reliability.md)."""
 
