@@ -317,16 +317,14 @@ def _end_stale(api: Api, id_: str) -> None:
         FailedUndone: it runs, and stays.
     """
     try:
-        api.ask("tasks.v1.Tasks/Delete", (1, id_))
+        api.delete_task(id_)
     except BaseException as error:
-        if isinstance(error, grpc.Refused) and error.status == grpc.NOT_FOUND:
-            return
         api.forget(id_)  # ours; else what undoes this would end that task
-        if isinstance(error, grpc.Refused):
-            text = f"a task {id_} is there, and its container is gone ({error})"
-            hint = f"ctr -n {api.namespace} tasks delete --force {id_}"
-            raise FailedUndone(what="making the container", detail=text, hint=hint) from error
-        raise
+        if not isinstance(error, grpc.Refused):
+            raise
+        text = f"a task {id_} is there, and its container is gone ({error})"
+        hint = f"ctr -n {api.namespace} tasks delete --force {id_}"
+        raise FailedUndone(what="making the container", detail=text, hint=hint) from error
 
 
 def _end(api: Api, record: Record, runtime: Containerd, operation: str = "") -> None:

@@ -161,6 +161,10 @@ class Api:
         """Take a container's record away, if it is there."""
         self._may_miss("containers.v1.Containers/Delete", (1, id_))
 
+    def delete_task(self, id_: str) -> None:
+        """Take a container's task away that has ended, if it is there."""
+        self._may_miss("tasks.v1.Tasks/Delete", (1, id_))
+
     def task(self, id_: str) -> Message | None:
         """Return what it says of a container's first process (``types.Process``); None where it has none."""
         found = self._may_miss("tasks.v1.Tasks/Get", (1, id_))

@@ -281,10 +281,12 @@ class ContainerDumping(Dumping):
 
     def _is_another(self, found: Contained) -> bool:
         """Whether what its runtime has under that name is not what was written."""
-        before = self.box.contained.run
-        if found.init in (None, self.root) and self.root.alive():
+        if found.init not in (None, self.root):
+            return True
+        if self.root.alive():
             return False  # its runtime may not have had an answer about it
-        return found.init not in (None, self.root) or ("" not in (found.run, before) and found.run != before)
+        before = self.box.contained.run
+        return "" not in (found.run, before) and found.run != before
 
     def _has_ended(self, word: str) -> bool:
         """Whether it has, now that its runtime has failed to end it."""
