@@ -189,14 +189,18 @@ def quickest(call: Callable[[], Any], most: float, tries: int = 5) -> float:
 # Limosa, killed with its worker as the last thing that it does: nobody has told that the operation is done.
 # A worker that has waited for it is nobody's child, and would recover what it has left: it has one of its own.
 _KILLED = """
-import os, signal, sys
+import contextlib, os, signal, sys
 os.environ["LIMOSA_DRIVER_IDLE"] = "0"
 from limosa.operation.journal import Journal
 def end(*_):
     for task in os.listdir("/proc/self/task"):
-        for pid in open(f"/proc/self/task/{task}/children").read().split():
-            if b"limosa.gpu.worker_main" in open(f"/proc/{pid}/cmdline", "rb").read():
-                os.kill(int(pid), signal.SIGKILL)
+        children = ""
+        with contextlib.suppress(OSError):  # a thread that has just ended
+            children = open(f"/proc/self/task/{task}/children").read()
+        for pid in children.split():
+            with contextlib.suppress(OSError):
+                if b"limosa.gpu.worker_main" in open(f"/proc/{pid}/cmdline", "rb").read():
+                    os.kill(int(pid), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 WHERE
 from limosa.cli.main import entry
