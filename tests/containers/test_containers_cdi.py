@@ -18,6 +18,8 @@ from containers.images import OTHER, make_image, make_musl_rootfs, make_old_root
 from containers.runtimes import Container, Containerd, Podman, Runc, cgroup_layouts, own_folders
 from soft_node import Node
 
+from limosa.native.build import compilers
+
 SHIM = "limosa.dev/job=shim"
 BOTH = {"liblimosa_shim.so", "liblimosa_sight.so"}
 OWN = "/etc/ld.so.preload"
@@ -83,6 +85,17 @@ def test_without_a_driver_it_does_nothing(container: Any) -> None:
         one.run("/job", 1, 1, 1, rc=None).stdout
         == "libcuda.so.1: cannot open shared object file: No such file or directory\n"
     )
+
+
+def test_libuv_is_kept_from_an_io_uring(of_rootfs: Callable[..., Container], rootfs: Path, tmp_path: Path) -> None:
+    """runc has no seccomp profile of its own, nor has a pod."""
+    made = Path(shutil.copytree(rootfs, tmp_path / "with_program", symlinks=True))
+    source = Path(__file__).parents[1] / "shim" / "rings.c"
+    subprocess.run([*compilers()[0], "-w", "-D_GNU_SOURCE", "-o", made / "rings", source], check=True, timeout=60)
+    one, other = of_rootfs("runc", made, "/job", "wait", cdi=[SHIM]), of_rootfs("runc", made, "/job", "wait")
+    assert one.run("/rings").stdout.startswith("ring refused ENOSYS\n")
+    here = subprocess.run([made / "rings"], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert other.run("/rings").stdout == here
 
 
 @pytest.mark.parametrize("runtime", ["podman", "runc"])

@@ -708,6 +708,14 @@ CLOSED = (
         ("tests/shim/test_shim_clock.py::test_a_wait_lasts_as_long_as_it_should",),
     ),
     Mutant(
+        "libuv-opens-a-ring",
+        _SHIM + "rings.c",
+        "  cmp $425, %rdi\\n  je shim_setup_ring\\n",
+        "",
+        "torchrun in a container without a seccomp profile cannot be written to disk",
+        ("tests/shim/test_shim_rings.py::test_no_ring_is_set_up_where_libuvs_switch_is_off",),
+    ),
+    Mutant(
         "what-was-sent-is-closed",
         "src/limosa/operation/communicators/closing.py",
         "    if not at_one_point(saids):",

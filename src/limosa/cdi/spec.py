@@ -27,6 +27,7 @@ FILE = "limosa.dev-job.json"
 _MOST = 1 << 20
 
 # libuv (Node.js, uvloop, PyTorch's store) asks for an io_uring, which no CRIU can write to disk; so it uses epoll.
+# Newer ones need the shim for that (native/shim/rings.c), which looks at this.
 # NCCL's RAS service would keep ports that a restore needs to be free.
 _ENVIRONMENT = ("UV_USE_IO_URING=0", "NCCL_RAS_ENABLE=0")
 

@@ -80,7 +80,7 @@ def _io_uring(process: ProcessObservation) -> Iterator[Reason]:
             id="io-uring",
             text=f"{what} of process {process.title} is an io_uring, which CRIU cannot dump",
             exit_code=13,
-            hint=f"{_RUN}: it keeps io_uring away, and libuv and torchrun fall back to epoll",
+            hint=f"{_RUN}, or its container with limosa.dev/job=shim: libuv and torchrun fall back to epoll",
             pid=process.pid,
         )
 
