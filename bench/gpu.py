@@ -19,6 +19,7 @@ import argparse
 import compileall
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -223,6 +224,7 @@ def main() -> int:
     box_rows.prepare(bench)
     writer = Writer(results)
     watch(options.minutes * 60, bench, writer)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the jobs are ended
     try:
         # They come up while memory is touched; then they wait for orders and disturb nobody.
         bench.begin(*dict.fromkeys(job for name in chosen for job in GROUPS[name][2]))

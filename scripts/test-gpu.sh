@@ -59,7 +59,7 @@ print(", ".join(f"{p} {m.version(p)}" for p in ("torch", "jax", "cuda-bindings",
 # One part: what is printed is kept as it comes; a part that hangs is ended, the next one runs all the same.
 part() {
     echo "--- pytest $*"
-    timeout -k 15 "$limit" "$PY" -m pytest -v --tb=short --durations=15 "$@"
+    timeout -k 40 "$limit" "$PY" -m pytest -v --tb=short --durations=15 "$@"
     code=$?
     case $code in
         0) ;;

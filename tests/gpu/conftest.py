@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,15 @@ VICTIMS = Path(__file__).parent / "victims"
 SOURCE = str(Path(__file__).parents[2] / "src")
 os.environ["PYTHONPATH"] = os.pathsep.join([SOURCE, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
 Stamping = Callable[..., Any]
+
+
+def _end(*_: object) -> None:
+    """What is ended from outside clears up: a job that stays would hold memory of GPUs on which others are measured."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # timeout sends it twice
+    raise KeyboardInterrupt("ended from outside")
+
+
+signal.signal(signal.SIGTERM, _end)
 
 
 @pytest.fixture(scope="session")
