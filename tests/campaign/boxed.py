@@ -54,11 +54,11 @@ class BoxedRun(Run):
 
     def _judge(self, found: Found) -> None:
         super()._judge(found)
-        self._judge_box(found.rc)
+        self._judge_box(found)
 
-    def _judge_box(self, rc: int) -> None:
+    def _judge_box(self, found: Found) -> None:
         """Device nodes and device cgroup say where the job is; nothing else is frozen, mounted or there."""
-        job, room, problems = self.box, self.room, self.problems
+        job, room, problems, rc = self.box, self.room, self.problems, found.rc
         if job.alive():
             state = room.state(job)
             if job.frozen():
@@ -82,8 +82,10 @@ class BoxedRun(Run):
         strange = names - {job.name} - ({clone} if clone else set())
         if strange:
             problems.append(f"containers that nobody asked for: {sorted(strange)}")
-        anew = "restarted" in self.fault and self.case.victim.startswith("runc")  # that one stays
-        if rc == 0 and self.case.operation == "checkpoint" and job.name in names and not anew:
+        told = {warning["id"] for warning in found.answer.get("warnings", ())}
+        # One that was started anew stays; where it was only after runc had forgotten the other one, nobody can tell.
+        stays = "restarted" in self.fault and (self.case.victim.startswith("runc") or "container-anew" in told)
+        if rc == 0 and self.case.operation == "checkpoint" and job.name in names and not stays:
             problems.append("the image is there, and the runtime still knows the container")
         gone = self.operation in ("restore", "restore-to") and not job.alive() and not self.kills_job
         if gone and job.name in names:
