@@ -95,7 +95,7 @@ def test_libuv_is_kept_from_an_io_uring(of_rootfs: Callable[..., Container], roo
     one, other = of_rootfs("runc", made, "/job", "wait", cdi=[SHIM]), of_rootfs("runc", made, "/job", "wait")
     assert one.run("/rings").stdout.startswith("ring refused ENOSYS\n")
     here = subprocess.run([made / "rings"], capture_output=True, text=True, check=True, timeout=60).stdout
-    assert other.run("/rings").stdout == here
+    assert other.run("/rings").stdout.splitlines()[0] == here.splitlines()[0]
 
 
 @pytest.mark.parametrize("runtime", ["podman", "runc"])

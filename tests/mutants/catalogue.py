@@ -710,7 +710,7 @@ CLOSED = (
     Mutant(
         "libuv-opens-a-ring",
         _SHIM + "rings.c",
-        "  cmp $425, %rdi\\n  je shim_setup_ring\\n",
+        "  cmp $425, %edi\\n  je shim_setup_ring\\n",
         "",
         "torchrun in a container without a seccomp profile cannot be written to disk",
         ("tests/shim/test_shim_rings.py::test_no_ring_is_set_up_where_libuvs_switch_is_off",),

@@ -1,5 +1,7 @@
 /* Says what the kernel answers when a program asks by syscall(): for an io_uring, and for much else. */
 #include <errno.h>
+#include <execinfo.h>
+#include <linux/futex.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdio.h>
@@ -8,6 +10,30 @@
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
+
+static int word;
+
+static void look_back(int signal)
+{
+    void *frames[50];
+
+    (void)signal;
+    printf("frames %s\n", backtrace(frames, 50) >= 5 ? "enough" : "cut");
+    fflush(stdout);
+    _exit(0);
+}
+
+__attribute__((noinline)) static void wait_here(void)
+{
+    for (;;)
+        syscall(SYS_futex, &word, FUTEX_WAIT, 0, NULL, NULL, 0);
+}
+
+__attribute__((noinline)) static void wait_there(void)
+{
+    wait_here();
+    __asm__("");
+}
 
 int main(void)
 {
@@ -40,5 +66,11 @@ int main(void)
     int status = 0;
     waitpid((pid_t)child, &status, 0);
     printf("child %d\n", WEXITSTATUS(status));
+
+    void *first[2];
+    backtrace(first, 2); /* loads what it needs */
+    signal(SIGALRM, look_back);
+    alarm(1);
+    wait_there();
     return 0;
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ELSE = "mmap abcdefgh\npid right\nwrite 8\nread 8 abcdefgh\nbad -1 EBADF\nchild 7\n"
+ELSE = "mmap abcdefgh\npid right\nwrite 8\nread 8 abcdefgh\nbad -1 EBADF\nchild 7\nframes enough\n"
 """What a program hears of other calls."""
 STORE = """
 import os, torch.distributed
