@@ -31,8 +31,8 @@ from limosa.demo.disturb import (
     reasons,
     usable_gpus,
 )
-from limosa.demo.training import Stack, Training, find_stack
-from limosa.errors import DriverTooOld, LimosaError, NoSuchProcess, NoWorkingCriu
+from limosa.demo.training import Ranks, Stack, Training, find_stack
+from limosa.errors import DriverTooOld, LimosaError, NoSuchProcess, NoWorkingCriu, RunFailed
 
 CPU = Stack(sys.executable, "numpy", why="PyTorch is not installed")
 CUDA = Stack(sys.executable, "torch", "cuda")
@@ -367,6 +367,20 @@ def test_the_demo_in_a_node_that_somebody_has_started(limosa):
     assert shown["same_bits"] is shown["cpu"]["same_bits"] is True
     assert shown["last_loss"][0] == shown["last_loss"][1]
     assert [d["operation"] for d in shown["cpu"]["did"]] == [CHECKPOINT]
+
+
+def test_the_ranks_are_started_without_nvls(tmp_path, monkeypatch):
+    """The driver cannot checkpoint its multicast memory."""
+    given = []
+
+    def run(*_, env, **__):
+        given.append(env)
+        raise RunFailed(detail="seen")
+
+    monkeypatch.setattr("limosa.job.run", run)
+    with pytest.raises(RunFailed, match="seen"):
+        Ranks(tmp_path / "run", CUDA, 1, 0.0)
+    assert given[0]["NCCL_NVLS_ENABLE"] == "0"
 
 
 def test_what_the_demo_lacks_is_looked_for_before_anything_is_run(monkeypatch):

@@ -238,7 +238,7 @@ class Job:
 
     def no_tables(self) -> None:
         """No nftables table of any of these runs is left while the job runs."""
-        names = {f"inet CRIU-{run_id[:20]}" for run_id in self.run_ids}
+        names = {f"inet CRIU-{run_id[:21]}" for run_id in self.run_ids}
         assert not names & set(network.tables(find()))
 
     def end(self) -> None:

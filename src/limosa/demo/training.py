@@ -260,7 +260,7 @@ class Ranks(Training):
     def _start(self, stack: Stack, options: list[str], env: dict[str, str]) -> Identity:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         command = [stack.python, *(torchrun if stack.framework == "torch" else []), _program("ranks.py"), *options]
-        env = {**env, "OMP_NUM_THREADS": "1"}
+        env = {**env, "OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0"}
         return job.run(command, log=self.folder / "log", cwd=self.folder, env=env, detach=False).identity
 
 
