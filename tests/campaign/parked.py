@@ -121,7 +121,13 @@ def churns(victim: str) -> bool:
 
 def possible(operation: str, victim: str) -> bool:
     """Whether an operation can be done to that class of victim."""
-    gpus = SHAPES[victim].gpus
+    shape = SHAPES[victim]
+    verb, place = BROKEN.get(operation, (operation, ""))
+    if verb in MEMORY_ONLY and not all(any(part.pieces for part in parts) for parts in shape.processes):
+        return False
+    if not shape.pieces and any(f" {call} of " in place for call in ("put", "keep", "map")):
+        return False
+    gpus = shape.gpus
     if operation == "swap":
         return gpus == 1
     return operation != "exchange" or gpus == 2

@@ -132,6 +132,9 @@ SHAPES: dict[str, Shape] = {
     "parked-hidden": Shape(
         ((Part(0, plain=(2 * MiB + 9, 200), own=(MiB,)),),), behaviour="busy", shim=True, hidden=True
     ),
+    # Held still, and nothing of it is parked; one process of two alone has something.
+    "parked-small": Shape((_ONE,), behaviour="busy", shim=True),
+    "parked-mixed": Shape(((Part(0, plain=(2 * MiB, 64)),), (Part(0, plain=(3000,)),)), behaviour="busy", shim=True),
     # Containers (boxes.py).
     "runc": Shape((_ONE,), box="runc"),
     "podman": Shape((_ONE,), box="podman"),

@@ -20,6 +20,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from ctypes import c_uint32, c_uint64, c_void_p
@@ -166,6 +167,14 @@ def told_of(gpu: int) -> dict[str, list[Any]]:
     return found
 
 
+def synchronise(memory: Memory) -> None:
+    """While the driver has checkpointed this process each of these would end it."""
+    memory.use()
+    while True:
+        do(cu.cuCtxSynchronize())
+        time.sleep(0.001)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
@@ -185,6 +194,8 @@ def main() -> None:
     parser.add_argument("--still", action="store_true", help="compute, and change nothing")
     parser.add_argument("--jax", action="store_true", help="a library of JAX's mapped, by its name")
     parser.add_argument("--spin", action="store_true", help="a kernel that does not end")
+    parser.add_argument("--synchronises", action="store_true", help="a thread that waits for the GPU all the time")
+    parser.add_argument("--small-child", action="store_true", help="a child with nothing that can be parked")
     options = parser.parse_args()
     do(cu.cuInit(0))
     held = [Memory(options.gpu, options.mib << 20, options.managed)]
@@ -215,8 +226,12 @@ def main() -> None:
         env = {k: v for k, v in os.environ.items() if k != options.child_without}
         more = ["--still"] if options.still else []
         child = subprocess.Popen([*own, *more], stdout=subprocess.DEVNULL, env=env)
+    if options.small_child:
+        child = subprocess.Popen([*own, "--mib", "1", "--synchronises"], stdout=subprocess.DEVNULL)
     if options.partner:
         child = subprocess.Popen([*own, "--waits"], stdout=subprocess.DEVNULL)
+    if options.synchronises:
+        threading.Thread(target=synchronise, args=(held[0],), daemon=True).start()
     if options.spin:
         flag = int(do(cu.cuMemHostAlloc(4096, 0)))
         held[0].run("spin", (flag, c_void_p), (1, c_uint32))

@@ -156,6 +156,7 @@ def test_no_memory_goes_home_while_it_is_still_copied(monkeypatch: pytest.Monkey
     did: list[str] = []
     moving: Any = Moving.__new__(Moving)
     moving._parts = [type("Part", (), {"member": Member(identity=myself())})]
+    moving._others = []
     moving._copying = type("Copying", (), {"settle": lambda _: did.append("settled")})()
     monkeypatch.setattr(Moving, "_home", lambda *_: did.append("home"))
     monkeypatch.setattr(Moving, "release", lambda _: did.append("let go"))

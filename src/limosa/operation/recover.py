@@ -111,9 +111,14 @@ def _everything(
                 claim.release()
             did = "would remove" if dry_run else "removed"
             found.append(Recovered(kind="record", id=claim.id, operation=claim.operation, did=f"{did} a stale claim"))
-        found += open_left(dry_run=dry_run)
+        found += open_left(_is_suspended, dry_run=dry_run)
     for folder in folders:
         found += _unfinished_in(Path(folder), dry_run, list(found))
+
+
+def _is_suspended(pid: int) -> bool:
+    with drivers.using(None) as driver:
+        return driver_steps.settled_state(driver, pid) == gpu.State.CHECKPOINTED
 
 
 def _refuse_no_folder(folder: Path) -> None:

@@ -8,7 +8,7 @@ client that asked for it is gone. (The other thing that it does is ``gates.lower
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import partial
 
 from limosa.errors import LimosaError
@@ -29,11 +29,17 @@ KEPT_FREE = 1 << 30
 
 
 class Bulk:
-    """Host memory that processes have ready for what the driver saves; ``parked`` are connections that stay others'."""
+    """Host memory that processes have ready for what the driver saves.
 
-    def __init__(self, members: Sequence[Member], parked: Mapping[int, Shim]):
-        self._members = members
-        self._parked = dict(parked)
+    Args:
+        members: the processes.
+        shims: connections that stay others'.
+        whole: pids of those of them of which the driver saves all.
+    """
+
+    def __init__(self, members: Sequence[Member], shims: Mapping[int, Shim] | None = None, whole: Container[int] = ()):
+        self._members, self._whole = members, whole
+        self._shims = dict(shims or {})
         self._own: dict[int, Shim] = {}
 
     def prepare(self) -> None:
@@ -45,7 +51,8 @@ class Bulk:
             if shim is None:
                 continue
             with contextlib.suppress(LimosaError):
-                parked = shim.hello().bytes if member.pid in self._parked else 0
+                goes = member.pid in self._shims and member.pid not in self._whole
+                parked = shim.hello().bytes if goes else 0
                 asked = min(shim.bulk(0), member.bytes + MOST_BESIDE)  # it may have been the application's
                 bytes_ = min(max(asked, member.bytes - parked), max(0, room))
                 if bytes_ >= LEAST:
@@ -61,21 +68,21 @@ class Bulk:
     @property
     def shims(self) -> dict[int, Shim]:
         """The connections, by pid."""
-        return {**self._own, **self._parked}
+        return {**self._own, **self._shims}
 
     def let_go(self) -> None:
         """The driver has what it needs: what is left of it is let go of, and our own connections with it."""
-        for shim in (*self._parked.values(), *self._own.values()):
+        for shim in (*self._shims.values(), *self._own.values()):
             with contextlib.suppress(LimosaError):
                 shim.bulk(0)
         for shim in self._own.values():
             shim.close()
         self._own.clear()
-        self._parked.clear()
+        self._shims.clear()
 
     def _shim(self, member: Member) -> Shim | None:
-        if member.pid in self._parked:
-            return self._parked[member.pid]
+        if member.pid in self._shims:
+            return self._shims[member.pid]
         if member.was != State.RUNNING or not under_shim(member.pid):
             return None
         with contextlib.suppress(LimosaError):

@@ -8,7 +8,7 @@ call the methods in the order of this module.
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import ClassVar, Generic, TypeVar
 
@@ -20,6 +20,7 @@ from limosa.ipc.packet import close_all
 from limosa.operation import driver_steps
 from limosa.operation.background import Background
 from limosa.operation.journal import Member, Noted, Phase
+from limosa.operation.parked import gates
 from limosa.operation.parked.calls import each, together
 from limosa.operation.parked.gates import Gates, open_whole
 from limosa.operation.parked.holders import Held, key_of
@@ -75,7 +76,12 @@ class Carrier(abc.ABC):
     @property
     @abc.abstractmethod
     def shims(self) -> dict[int, Shim]:
-        """The connections to processes whose memory is taken away, by pid."""
+        """The connections to processes that are held still, by pid."""
+
+    @property
+    def others(self) -> Collection[int]:
+        """Those of them that are held still alone, by pid: the driver carries what they have."""
+        return ()
 
     @abc.abstractmethod
     def prepare(self) -> None:
@@ -118,11 +124,18 @@ class Carrier(abc.ABC):
 
 
 class Beside(Carrier, Generic[P]):
-    """What the carriers beside the driver's steps have in common."""
+    """What the carriers beside the driver's steps have in common.
 
-    def __init__(self, work: Work):
+    Args:
+        work: the operation.
+        others: members under the shim that have nothing to park, with connections. Their gates are closed as well: a
+            thread that synchronises while the driver has checkpointed its process would end it.
+    """
+
+    def __init__(self, work: Work, others: Sequence[tuple[Member, Shim]] = ()):
         self._work = work
         self._parts: list[P] = []
+        self._others = [Process(member, shim) for member, shim in others]
         self._residents = Residents()
         self._gates = Gates(work)
         self._copying = Background("limosa-copy")
@@ -134,7 +147,16 @@ class Beside(Carrier, Generic[P]):
 
     @property
     def shims(self) -> dict[int, Shim]:
-        return {part.member.pid: part.shim for part in self._parts}
+        return {one.member.pid: one.shim for one in self._still}
+
+    @property
+    def others(self) -> Collection[int]:
+        return {other.member.pid for other in self._others}
+
+    @property
+    def _still(self) -> list[Process]:
+        """All that are held still."""
+        return [*self._parts, *self._others]
 
     def wait(self) -> None:
         self._copying.wait()
@@ -144,11 +166,11 @@ class Beside(Carrier, Generic[P]):
         self._gates.leave([(part.member, part.shim) for part in self._parts if part.mapped])
 
     def open(self) -> None:
-        self._gates.open([(part.member, part.shim) for part in self._parts])
+        self._gates.open([(one.member, one.shim) for one in self._still])
 
     def back(self) -> None:
         self._copying.settle()  # it reads what is about to be given back
-        each([(part.member, partial(self._home, part)) for part in self._parts])
+        self._all_home()
         self.release()
 
     def release(self) -> None:
@@ -157,9 +179,13 @@ class Beside(Carrier, Generic[P]):
 
     def close(self) -> None:
         """Ends the connections."""
-        for part in self._parts:
-            part.close()
+        for one in self._still:
+            one.close()
         self._residents.close()
+
+    def _all_home(self) -> None:
+        homes = [(part.member, partial(self._home, part)) for part in self._parts]
+        each([*homes, *((other.member, partial(self._opened, other)) for other in self._others)])
 
     def _forget(self) -> None:
         """Has vault and mover let go; one that was killed has."""
@@ -180,11 +206,19 @@ class Beside(Carrier, Generic[P]):
             if self._residents.missing(part.shim.owner, sides):
                 self._hold(part)
 
-    def _begin_to_park(self, parts: Sequence[P]) -> None:
-        """Notes it before the first gate is closed: whoever finds this journal looks where it stands."""
-        for part in parts:
-            self._work.note(Noted.PARK, Phase.BEGIN, part.member.pid)
-            part.touched = True
+    def _close_gates(self, parts: Sequence[P], *, stacks: bool = True) -> None:
+        """Closes these processes' gates, and the others', at once; ``stacks``: the driver saves what they have left.
+
+        That is noted before the first one: whoever finds this journal looks where it stands.
+        """
+        still: list[Process] = [*parts, *self._others]
+        for one in still:
+            self._work.note(Noted.PARK, Phase.BEGIN, one.member.pid)
+            one.touched = True
+        shims = [one.shim for one in still]
+        gates.close(shims, self._work)
+        if stacks:
+            gates.lower_stacks(shims)
 
     @staticmethod
     def _take_away(parts: Sequence[P]) -> None:
@@ -195,6 +229,19 @@ class Beside(Carrier, Generic[P]):
                 raise FailedUndone(f"process {part.member.pid} did not let go of its memory")
 
         together([partial(one, part) for part in parts])
+
+    def _opened(self, other: Process) -> bool:
+        """Opens the gate of one that was held still alone, unless the driver could not bring it home."""
+        if not other.touched:
+            return True
+        stand = other.shim.hello().stand
+        if stand is Stand.CLOSED and self._stays_suspended(other.member):
+            return False
+        open_whole(other.member, other.shim, stand)
+        return True
+
+    def _stays_suspended(self, member: Member) -> bool:
+        return driver_steps.settled_state(self._work.driver, member.pid) == State.CHECKPOINTED
 
     def _home(self, part: P) -> bool:
         """Gives a process its own memory back and opens its gate; the driver has brought it home before.
@@ -209,7 +256,7 @@ class Beside(Carrier, Generic[P]):
         if stand is Stand.AWAY:
             pieces = part.held("source")
             fds = [part.source[p.id] for p in pieces]
-            if driver_steps.settled_state(self._work.driver, member.pid) == State.CHECKPOINTED:
+            if self._stays_suspended(member):
                 away = driver_steps.is_away(member, "checkpointed", self._work.journal)
                 strand(member, shim, pieces, fds, away=away, operation=self._work.id)
                 return False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from limosa.errors import FailedUndone, LimosaError, NoSuchProcess, NotFinished, Reason
@@ -74,6 +74,11 @@ class Gates:
             each([(member, partial(one, shim)) for member, shim in parts])
         except LimosaError as error:
             raise gate_was_opened(self._work.operation, str(error)) from error
+
+    def open_all(self, members: Sequence[Member]) -> None:
+        """The same, of members that there is no connection to."""
+        with contextlib.ExitStack() as stack:
+            self.open([(member, stack.enter_context(Shim(member.identity))) for member in members])
 
     def leave(self, parts: Sequence[tuple[Member, Shim]]) -> None:
         """Takes what was mapped out again. Raises NotFinished: one was opened, and the job may run."""
@@ -157,18 +162,19 @@ def closed_reason(pid: int) -> Reason:
     return Reason(id="gate-closed", text=text, exit_code=19, hint="limosa recover opens it", pid=pid)
 
 
-def open_left(*, dry_run: bool = False) -> list[Recovered]:
+def open_left(is_suspended: Callable[[int], bool], *, dry_run: bool = False) -> list[Recovered]:
     """Opens the gates of processes that have all their memory and that nobody works on, or died working on.
 
     An operation claims a process before it closes its gate. One that died has left its claim and journal, which say
-    more than the gate does.
+    more than the gate does. One that the driver has checkpointed is suspended (``is_suspended``, by its pid), and waits
+    at its gate for a resume.
     """
     found = []
     for pid in candidates():
         if not under_shim(pid) or not _is_in_reach(pid) or _is_claimed(pid):
             continue
         with contextlib.suppress(LimosaError, OSError), Shim.to_look(Identity.of(pid), _ANSWER, _PATIENCE) as shim:
-            if shim.hello().stand is not Stand.CLOSED or _is_claimed(pid):
+            if shim.hello().stand is not Stand.CLOSED or _is_claimed(pid) or is_suspended(pid):
                 continue
             entry = Recovered(kind="gate", pid=pid, state="running")
             found.append(entry)

@@ -97,6 +97,11 @@ class Loading(Carrier):
         return {}  # none is taken away from: memory comes
 
     @property
+    def pids(self) -> set[int]:
+        """Those whose memory comes."""
+        return {part.member.pid for part in self._parts}
+
+    @property
     def connections(self) -> dict[int, Shim]:
         """The connections to processes that CRIU has brought back, by pid."""
         return {part.member.pid: part.shim for part in self._parts if part.shim is not None}

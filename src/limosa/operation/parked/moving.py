@@ -17,7 +17,7 @@ from limosa.errors import CannotBeMoved, FailedUndone
 from limosa.ipc.packet import close_all
 from limosa.operation import counting
 from limosa.operation.journal import Member, Noted, Phase
-from limosa.operation.parked import ahead, gates, shares
+from limosa.operation.parked import ahead, shares
 from limosa.operation.parked.calls import together
 from limosa.operation.parked.carrier import Beside, Process
 from limosa.operation.parked.holders import Held
@@ -83,8 +83,14 @@ class _Later(NamedTuple):
 class Moving(Beside[_Part]):
     """The parked part of one move; ``shims`` are connections to those that are parked, closed by :meth:`close`."""
 
-    def __init__(self, work: Work, members: Sequence[Member], shims: dict[int, Shim]):
-        super().__init__(work)
+    def __init__(
+        self,
+        work: Work,
+        members: Sequence[Member],
+        shims: dict[int, Shim],
+        others: Sequence[tuple[Member, Shim]] = (),
+    ):
+        super().__init__(work, others)
         self._parts = [_Part(m, shims[m.pid]) for m in members if m.pid in shims]
         self._n = 0
         self._copies: dict[int, list[tuple[str, str, str]]] = {}
@@ -149,10 +155,8 @@ class Moving(Beside[_Part]):
 
     def hold(self) -> None:
         self._hold_again()
-        self._begin_to_park(self._parts)
         with self._work.spent("gate"):
-            gates.close([part.shim for part in self._parts], self._work)
-            gates.lower_stacks([part.shim for part in self._parts])
+            self._close_gates(self._parts)
         shares.refuse_outside(self.shims)
         now_of = [(part, {m.id: m for m in part.pieces()}) for part in self._parts]
         for part, now in now_of:  # of all, before one of them is given what another shares since

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 import msgspec
 
@@ -25,6 +25,19 @@ def shims_of(members: Sequence[Member]) -> dict[int, Shim]:
     """Connects to the members that have memory that can be parked, as :func:`connected` does; by pid."""
     some = connected(members, lambda _, hello: hello.bytes > 0 and hello.stand is Stand.OPEN)
     return {member.pid: shim for member, shim in some}
+
+
+def held_still(
+    members: Sequence[Member], stand: Stand = Stand.OPEN, but: Container[int] = ()
+) -> list[tuple[Member, Shim]]:
+    """Connects to those whose gate stands so, whatever they have, as :func:`connected` does.
+
+    Args:
+        members: of these.
+        stand: open where they are to be held still; closed where they were, and are to go on.
+        but: pids of those that there is a connection to: a shim serves one at a time.
+    """
+    return connected([m for m in members if m.pid not in but], lambda _, hello: hello.stand is stand)
 
 
 def connected(members: Sequence[Member], wanted: Callable[[Member, Hello], bool]) -> list[tuple[Member, Shim]]:

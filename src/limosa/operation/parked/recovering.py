@@ -12,7 +12,7 @@ from limosa.operation import driver_steps
 from limosa.operation.journal import Journal, Member, Noted, Phase
 from limosa.operation.parked import holders
 from limosa.operation.parked.calls import each
-from limosa.operation.parked.gates import any_waits, leave, open_whole, stand_of
+from limosa.operation.parked.gates import leave, open_whole, stand_of
 from limosa.operation.parked.holders import key_of
 from limosa.operation.parked.pieces import put_back
 from limosa.operation.parked.stranded import has_arena, let_arena_go, strand
@@ -69,7 +69,10 @@ def is_suspended(operation: str, release: Release, alive: Sequence[Member], stat
     """Whether that much of each is away, and lies in an arena."""
     if not all_in_arenas(operation, alive):
         return False
-    return any_waits(alive) if release != Release.ALL else all(s == State.CHECKPOINTED for s in states.values())
+    if release == Release.ALL:
+        return all(s == State.CHECKPOINTED for s in states.values())
+    stands = [stand_of(m) for m in alive if under_shim(m.pid)]
+    return Stand.AWAY in stands and Stand.CLOSED not in stands  # one that stands at its gate has its memory
 
 
 def _parked(dead: Journal) -> list[Member]:
@@ -98,8 +101,7 @@ def all_in_arenas(operation: str, members: Sequence[Member]) -> bool:
         if under_shim(member.pid):
             before = member.was != State.RUNNING or member.away
             with Shim(member.identity) as shim:
-                stand = shim.hello().stand
-                if stand is not Stand.OPEN and not has_arena(shim, "" if before else operation):
+                if shim.hello().stand is Stand.AWAY and not has_arena(shim, "" if before else operation):
                     return False
     return True
 
@@ -140,9 +142,9 @@ def _go_on(dead: Journal, member: Member) -> None:
 
 def _give_back(dead: Journal, member: Member, *, stays: bool) -> None:
     with Shim(member.identity) as shim:
-        if stays and shim.hello().stand is Stand.AWAY:
+        if stays:  # nothing of one whose gate alone is closed is away
             id_ = dead.header.id
-            if not has_arena(shim, id_):
+            if shim.hello().stand is Stand.AWAY and not has_arena(shim, id_):
                 fds, pieces = holders.get(member, shim.owner, key_of(id_, member, "source"))
                 away = driver_steps.is_away(member, "checkpointed", dead)
                 try:

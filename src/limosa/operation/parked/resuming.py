@@ -58,8 +58,14 @@ class _Coming(Process):
 class Resuming(Beside[_Coming]):
     """The parked part of one resume."""
 
-    def __init__(self, work: Work, members: Sequence[Member], shims: dict[int, Shim]):
-        super().__init__(work)
+    def __init__(
+        self,
+        work: Work,
+        members: Sequence[Member],
+        shims: dict[int, Shim],
+        others: Sequence[tuple[Member, Shim]] = (),
+    ):
+        super().__init__(work, others)
         mine = [(m, shims[m.pid]) for m in members if m.pid in shims]
         self._parts = [_Coming(m, shim, arena_of(self._residents, m, shim)) for m, shim in mine]
         self._bytes = sum(p.bytes for part in self._parts for p in part.layout)

@@ -25,7 +25,7 @@ from limosa.image.chunks import USUAL_CHUNK
 from limosa.ipc.packet import close_all
 from limosa.operation import counting
 from limosa.operation.journal import Journal, Member, Noted, Phase, added_up
-from limosa.operation.parked import gates, shares
+from limosa.operation.parked import shares
 from limosa.operation.parked.aside import arena_of, find_arena, parts_of
 from limosa.operation.parked.calls import each
 from limosa.operation.parked.carrier import Beside, Process
@@ -104,6 +104,7 @@ class Saving(Beside[_Part]):
         work: the operation.
         awake, asleep: members that run under the shim, and those whose memory is in arenas, with connections to them.
         folder, chunk: the descriptor of the image's folder of chunks; bytes of a chunk.
+        others: members that have nothing to park, as :class:`Beside` takes them.
         pace: how what a running job has is copied.
     """
 
@@ -112,12 +113,13 @@ class Saving(Beside[_Part]):
         work: Work,
         awake: Sequence[tuple[Member, Shim]],
         asleep: Sequence[tuple[Member, Shim]] = (),
+        others: Sequence[tuple[Member, Shim]] = (),
         *,
         folder: int,
         chunk: int = USUAL_CHUNK,
         pace: Pace | None = None,
     ):
-        super().__init__(work)
+        super().__init__(work, others)
         self._folder, self._chunk, self._pace = folder, chunk, pace or Pace()
         self._limit = MOST_ROUNDS if self._pace.rounds is None else self._pace.rounds
         self._maybe_saver: Saver | None = None
@@ -137,7 +139,7 @@ class Saving(Beside[_Part]):
 
     @property
     def shims(self) -> dict[int, Shim]:
-        return {part.member.pid: part.shim for part in self._running}
+        return {part.member.pid: part.shim for part in (*self._running, *self._others)}
 
     @property
     def bytes(self) -> int:
@@ -252,9 +254,7 @@ class Saving(Beside[_Part]):
     def hold(self) -> None:
         running = self._running
         with self._work.timed("gate", "holding still"):
-            self._begin_to_park(running)
-            gates.close([part.shim for part in running], self._work)
-            gates.lower_stacks([part.shim for part in running])
+            self._close_gates(running)
             shares.refuse_outside(self.shims)
             self._follow()
             self._take_away(running)
@@ -279,6 +279,8 @@ class Saving(Beside[_Part]):
                 part.let_go = True
                 part.shim.keep()
             part.shim.leave()
+        for other in self._others:
+            other.shim.leave()
 
     def arrive(self) -> None:
         saver = self._saver
@@ -305,7 +307,7 @@ class Saving(Beside[_Part]):
     def back(self) -> None:
         """What a checkpoint does that leaves the job running, and every undo."""
         self._copying.settle()  # it reads what is about to be given back
-        each([(part.member, partial(self._home, part)) for part in self._parts])
+        self._all_home()
         self._forget()
 
     def _home(self, part: _Part) -> bool:
@@ -320,38 +322,42 @@ class Saving(Beside[_Part]):
         self._copying.settle()  # it reads what is about to be given back
         super().release()
 
-    def undo(self) -> None:
-        """Both."""
-        self.back()
-        self.release()
-
 
 class Saveable(msgspec.Struct):
     """The members of a job that run under the shim, with connections to them."""
 
     awake: list[tuple[Member, Shim]] = []  # those with memory that can be parked
     asleep: list[tuple[Member, Shim]] = []  # those whose memory is in an arena
+    others: list[tuple[Member, Shim]] = []  # those with none
     only_so: bool = False  # whether the driver would lose some of that
 
 
 def look_for(members: Sequence[Member]) -> Saveable:
-    """Connect to the members that run under the shim and have something to park, as :func:`parkable.connected` does."""
+    """Connect to the members that run under the shim, as :func:`parkable.connected` does.
+
+    Not to those that are suspended and have nothing in an arena.
+    """
+    park: set[int] = set()
 
     def wanted(member: Member, hello: Hello) -> bool:
         if member.was == gpu.State.CHECKPOINTED:
             return hello.stand is Stand.AWAY
-        return hello.stand is Stand.OPEN and hello.bytes > 0 and member.was == gpu.State.RUNNING
+        if hello.bytes > 0:
+            park.add(member.pid)
+        return hello.stand is Stand.OPEN and member.was == gpu.State.RUNNING
 
     some = connected(members, wanted)
     asleep = [(member, shim) for member, shim in some if member.was == gpu.State.CHECKPOINTED]
-    awake = [(member, shim) for member, shim in some if member.was == gpu.State.RUNNING]
+    running = [(member, shim) for member, shim in some if member.was == gpu.State.RUNNING]
+    awake = [(member, shim) for member, shim in running if member.pid in park]
+    others = [(member, shim) for member, shim in running if member.pid not in park]
     try:
         came_so = any(piece.imported for _, shim in awake for piece in shim.memories())
     except BaseException:
         for _, shim in some:
             shim.close()
         raise
-    return Saveable(awake, asleep, only_so=came_so or bool(asleep))
+    return Saveable(awake, asleep, others, only_so=came_so or bool(asleep))
 
 
 def keep_again(dead: Journal) -> None:

@@ -12,7 +12,7 @@ from limosa.ipc.packet import close_all
 from limosa.operation import counting
 from limosa.operation.arena import arena_cap
 from limosa.operation.journal import Member
-from limosa.operation.parked import gates, shares
+from limosa.operation.parked import shares
 from limosa.operation.parked.aside import Copy, Layout, Placed, copy_all, laid_out
 from limosa.operation.parked.carrier import Beside, Process
 from limosa.operation.parked.holders import Held, aside_key
@@ -51,8 +51,15 @@ class _Going(Process):
 class Suspending(Beside[_Going]):
     """The parked part of one suspend: what arrives is in the arena."""
 
-    def __init__(self, work: Work, members: Sequence[Member], shims: dict[int, Shim], release: Release = Release.ALL):
-        super().__init__(work)
+    def __init__(
+        self,
+        work: Work,
+        members: Sequence[Member],
+        shims: dict[int, Shim],
+        others: Sequence[tuple[Member, Shim]] = (),
+        release: Release = Release.ALL,
+    ):
+        super().__init__(work, others)
         self._alone = release == Release.MEMORY_ONLY
         self._parts = [_Going(m, shims[m.pid]) for m in members if m.pid in shims]
 
@@ -88,12 +95,9 @@ class Suspending(Beside[_Going]):
 
     def hold(self) -> None:
         self._hold_again()
-        self._begin_to_park(self._parts)
         with self._work.spent("gate"):
-            gates.close([part.shim for part in self._parts], self._work)
+            self._close_gates(self._parts, stacks=not self._alone)
         shares.refuse_outside(self.shims)
-        if not self._alone:
-            gates.lower_stacks([part.shim for part in self._parts])
         for part in self._parts:
             now = part.pieces()
             if [m.id for m in now] != [p.id for p in part.layout]:

@@ -6,16 +6,19 @@ from limosa.errors import CannotBeMoved, LimosaError, NoRoomOnGpu, NoRoomOnHost,
 from limosa.gpu import State
 from limosa.operation import estimate
 from limosa.operation.holding import Grew, refuse_growth
+from limosa.operation.journal import Member
 from limosa.operation.parked import recovering
 from limosa.operation.parked.aside import aside_shims
 from limosa.operation.parked.moving import Moving
-from limosa.operation.parked.parkable import shims_of
+from limosa.operation.parked.parkable import held_still, shims_of
 from limosa.operation.parked.resuming import Resuming
+from limosa.operation.parked.still import Still
 from limosa.operation.parked.suspending import Suspending
 from limosa.operation.step import BACK, NOTHING, Finished, Left, Shape, Step, free, unsaid
 from limosa.operation.steps.driver import pids
 from limosa.operation.steps.on_gpus import OnGpus
 from limosa.operation.turns import COME, GO
+from limosa.parking.protocol import Stand
 from limosa.parking.shim import Shim
 from limosa.process.identity import ending
 from limosa.progress import Progress
@@ -56,25 +59,29 @@ class Prepare(_Carried):
 
     def do(self, op: OnGpus) -> None:
         shims = _shims(op)
+        if not shims and not op.by_driver:
+            raise Grew(pids=pids(op.members))
+        others = _others(op, shims)
         if not shims:
-            if not op.by_driver:
-                raise Grew(pids=pids(op.members))
+            op.carrier = Still(op.work, others) if others else None
             return
         op.work.progress(Progress(self.name, message="memory on the other side"))
         if op.verb.takes_back:
-            op.carrier = Resuming(op.work, op.members, shims)
+            op.carrier = Resuming(op.work, op.members, shims, others)
             op.carrier.prepare()
         else:
-            self._prepare(op, shims)
+            self._prepare(op, shims, others)
         if op.carrier is not None:
             op.work.parked_bytes = op.carrier.bytes
 
-    def _prepare(self, op: OnGpus, shims: dict[int, Shim]) -> None:
+    def _prepare(self, op: OnGpus, shims: dict[int, Shim], others: Others) -> None:
         """For a move or a suspend; where it fails the driver does it, but for what it would lose (CannotBeMoved)."""
         work, members = op.work, op.members
         pieces = {pid: shim.memories() for pid, shim in shims.items()}
         came_so = any(piece.imported for own in pieces.values() for piece in own)
-        carrier = Suspending(work, members, shims, op.release) if op.verb.sets_aside else Moving(work, members, shims)
+        carrier: Suspending | Moving = Moving(work, members, shims, others)
+        if op.verb.sets_aside:
+            carrier = Suspending(work, members, shims, others, op.release)
         op.carrier = carrier
         try:
             carrier.prepare()
@@ -98,6 +105,7 @@ class Prepare(_Carried):
             cost = op.verb.by_the_driver(members, size)
             text = f"the parked way is not open ({error}): the driver carries the memory, {cost}"
             work.warnings.append(Reason(id="driver-way", text=text))
+            op.carrier = Still(work, _others(op, {}))
 
     def release(self, op: OnGpus) -> None:
         """Vault and mover release what they held for the way back, and the connections to the job are closed."""
@@ -198,6 +206,23 @@ class Open(_Carried):
         if not left.parked or not recovering.go_on(left.dead):
             return None
         return Finished("every gate is open: finished", "running")
+
+
+Others = list[tuple[Member, Shim]]
+"""Members that are held still alone, with connections, which the caller closes."""
+
+
+def _others(op: OnGpus, shims: dict[int, Shim]) -> Others:
+    """Those besides whose gates are to close, or were closed by a suspend; none where the driver has no part in it."""
+    if not op.by_driver:
+        return []
+    was, stand = (State.CHECKPOINTED, Stand.CLOSED) if op.verb.takes_back else (State.RUNNING, Stand.OPEN)
+    try:
+        return held_still([m for m in op.members if m.was == was], stand, but=shims)
+    except BaseException:
+        for shim in shims.values():
+            shim.close()
+        raise
 
 
 def _shims(op: OnGpus) -> dict[int, Shim]:

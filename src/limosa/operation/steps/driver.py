@@ -30,7 +30,8 @@ class ReadyMemory(Step[OnGpus]):
     words, cost = unsaid, free
 
     def do(self, op: OnGpus) -> None:
-        op.bulk = Bulk(op.members, op.carrier.shims if op.carrier is not None else {})
+        carrier = op.carrier
+        op.bulk = Bulk(op.members, carrier.shims, carrier.others) if carrier is not None else Bulk(op.members)
         op.bulk.prepare()
 
     def undo(self, op: OnGpus) -> None:

@@ -52,7 +52,9 @@ from limosa.operation.frozen import shared_outside, tree_and_files
 from limosa.operation.holding import refuse_stale
 from limosa.operation.journal import Member, Noted, Phase, added_up
 from limosa.operation.leftovers import end_rest, has_ended, keep_log, release_network
+from limosa.operation.parked.parkable import held_still
 from limosa.operation.parked.saving import Pace, Saving, look_for
+from limosa.operation.parked.still import Still
 from limosa.operation.prepare import Prepared
 from limosa.operation.results import CheckpointResult
 from limosa.operation.step import BACK, HOME, Verb, run
@@ -191,8 +193,8 @@ class Dumping(OnGpus):
         """Leaves the job to CRIU, where it will not stand still for too long by that."""
         assert self.bulk is not None
         self.bulk.let_go()
-        if self.saving is not None:
-            self.saving.disconnect()
+        if isinstance(self.carrier, (Saving, Still)):
+            self.carrier.disconnect()
         back = estimate.restore_seconds(self.members)
         to_come = estimate.dump_seconds(self.job.host_bytes + self.job.shape.beside) + back
         self.work.check_pause(to_come, back)
@@ -220,11 +222,12 @@ class Dumping(OnGpus):
         work, options = self.work, self.options
         found = look_for(self.members)
         if not found.awake and not found.asleep:
+            self.carrier = Still(work, found.others) if found.others else None
             return
         try:
             folder = self.draft.make_chunks()
         except BaseException:
-            for _, shim in found.awake + found.asleep:
+            for _, shim in found.awake + found.asleep + found.others:
                 shim.close()
             raise
         try:
@@ -232,6 +235,7 @@ class Dumping(OnGpus):
                 work,
                 found.awake,
                 found.asleep,
+                found.others,
                 folder=folder,
                 chunk=options.chunk_bytes,
                 pace=Pace(options.rounds, options.rate or 0.0, ends=not options.leave_running),
@@ -259,17 +263,19 @@ class Dumping(OnGpus):
             self.draft.drop_chunks()
             self.job.parked = 0
             work.warnings.append(Reason(id="driver-way", text=f"{shut}: the driver carries the memory"))
+            self.carrier = Still(work, held_still([m for m in self.members if m.was == gpu.State.RUNNING]))
 
     def not_saved(self) -> None:
-        saving, self.saving, self.carrier = self.saving, None, None
-        if saving is not None:
-            saving.undo()
+        carrier, self.saving, self.carrier = self.carrier, None, None
+        if carrier is not None:
+            carrier.back()
+            carrier.release()
 
     def _let_go_of_device_memory(self) -> None:
         """The image is whole, or the job has its memory again: nobody needs what was held for it."""
-        if self.saving is not None:
+        if self.carrier is not None:
             self.work.drop(BACK)
-            self.saving.release()
+            self.carrier.release()
 
     def _discard(self) -> None:
         if self.image is None:
@@ -508,10 +514,10 @@ class Dumping(OnGpus):
     def go_on(self) -> None:
         """Its memory is its own again, and nothing is kept free for it any more."""
         work = self.work
-        if self.saving is not None:
-            self.saving.back()
+        if self.carrier is not None:
+            self.carrier.back()
             work.drop(BACK)
-            work.push(BACK, self.saving.release)
+            work.push(BACK, self.carrier.release)
         if work.claim is not None:
             work.claim.gpus = {}
             work.claim.save()

@@ -183,10 +183,13 @@ class Loaded(_OfChunks):
         op.all_loaded()
 
 
-class ArriveThere(_OfChunks):
+class ArriveThere(_Returned):
     """Memory from chunks is mapped at the addresses that it had, and the gates open. Then there is no way back."""
 
     name, still, tells, after = "map", False, "memory", "running"
+
+    def applies(self, op: Returning) -> bool:
+        return bool(op.manifest.device or op.shut)
 
     def do(self, op: Returning) -> None:
         op.arrive()

@@ -28,10 +28,10 @@ from limosa.image.verify import Part
 from limosa.image.verify import verify as verify_image
 from limosa.operation import driver_steps, idle, locks, ports, room, shm
 from limosa.operation.background import Background
-from limosa.operation.journal import Noted, Phase
+from limosa.operation.journal import Member, Noted, Phase
 from limosa.operation.leftovers import let_go_on, stopped
 from limosa.operation.members import minors
-from limosa.operation.parked.gates import any_waits, gate_was_opened
+from limosa.operation.parked.gates import Gates, gate_was_opened, stand_of
 from limosa.operation.parked.loading import Loading
 from limosa.operation.restore_options import ImageFacts, Options, shape_of
 from limosa.operation.restored import end_tree, keep_record
@@ -41,7 +41,8 @@ from limosa.operation.same_files import TRIED_AGAIN, Looked, groups_of
 from limosa.operation.step import Op, Verb, run
 from limosa.operation.work import Work
 from limosa.parking.names import stand_ins
-from limosa.parking.shim import Shim
+from limosa.parking.protocol import Stand
+from limosa.parking.shim import Shim, under_shim
 from limosa.process import device_nodes
 from limosa.process.criu import leftovers
 from limosa.process.criu.program import Criu
@@ -124,6 +125,8 @@ class Returning(Op):
         self.criu_process: Identity | None = None
         self.stats: dict[str, float] = {}
         self.loading: Loading | None = None
+        self.shut: list[Member] = []  # those that had nothing to park, and were held still
+        self.gates = Gates(work)
         self.looked: Looked | None = None
         self.cut_back: list[Rewind] = []
         self.noted = False  # what it sees of the GPUs
@@ -132,6 +135,11 @@ class Returning(Op):
     @property
     def shims(self) -> Mapping[int, Shim]:
         return self.loading.connections if self.loading is not None else {}
+
+    @property
+    def opened(self) -> bool:
+        """Whether a gate was opened: the job may run."""
+        return self.gates.opened or (self.loading is not None and self.loading.opened)
 
     def run(self) -> RestoreResult:
         work = self.work
@@ -381,9 +389,16 @@ class Returning(Op):
         self.work.check()
         if self.loading is not None:
             self.loading.check()
-        elif any_waits(self.members):
-            text = "its device memory is not in the image as chunks: an unreleased version of Limosa wrote it"
-            raise FailedUndone(what="restore", detail=text)
+        come = self.loading.pids if self.loading is not None else set()
+        for member in self.members:
+            if member.pid in come or not under_shim(member.pid):
+                continue
+            stand = stand_of(member)
+            if stand is Stand.AWAY:
+                text = "its device memory is not in the image as chunks: an unreleased version of Limosa wrote it"
+                raise FailedUndone(what="restore", detail=text)
+            if stand is Stand.CLOSED:
+                self.shut.append(member)
         with self._copy_is_the_image():
             driver_steps.restore(self.work, self.members)
 
@@ -396,9 +411,11 @@ class Returning(Op):
             self.loading.wait()
 
     def arrive(self) -> None:
-        assert self.loading is not None
-        self.loading.arrive()
-        self.loading.open()
+        if self.loading is not None:
+            self.loading.arrive()
+            self.loading.open()
+        if self.shut:
+            self.gates.open_all(self.shut)
 
     @contextlib.contextmanager
     def _copy_is_the_image(self) -> Iterator[None]:
@@ -411,7 +428,7 @@ class Returning(Op):
 
     def end_tree(self) -> None:
         self.unload()  # the library in the job serves one at a time
-        if self.loading is not None and self.loading.opened:
+        if self.opened:
             raise gate_was_opened("restore")
         with open_image(self.image.path, trust=False):
             pass  # it is the copy: without it nothing is ended

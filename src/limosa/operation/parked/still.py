@@ -1,0 +1,40 @@
+"""Processes under the shim that are held still, and no more: the driver carries what they have.
+
+While the driver has checkpointed a process each synchronise in it ends it (measured: docs/caveats.md). The shim's gate
+keeps threads from that. So it is closed as well where there is nothing to park, or where the parked way is not open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from limosa.operation.journal import Member
+from limosa.operation.parked.carrier import Beside, Process
+from limosa.operation.work import Work
+from limosa.parking.shim import Shim
+
+
+class Still(Beside[Process]):
+    """Held still until the driver is done; of a suspended job, or one in an image, until it is resumed."""
+
+    def __init__(self, work: Work, others: Sequence[tuple[Member, Shim]]):
+        super().__init__(work, others)
+
+    def prepare(self) -> None:
+        """Nothing: nothing goes anywhere."""
+
+    def hold(self) -> None:
+        """Closes the gates."""
+        with self._work.spent("gate"):
+            self._close_gates([])
+
+    def copy(self) -> None:
+        """Nothing."""
+
+    def arrive(self) -> None:
+        """Nothing."""
+
+    def disconnect(self) -> None:
+        """Lets the job have no connection of ours: CRIU dumps it now."""
+        for other in self._others:
+            other.shim.leave()
