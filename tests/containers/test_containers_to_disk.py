@@ -320,6 +320,26 @@ def test_what_was_moved_in_place_goes_to_disk(desk_of: Callable[[str], Desk], ro
     as_undisturbed(desk, rootfs, desk.back())
 
 
+@each("runc-alone", "podman-mixed", "containerd-alone")
+def test_what_has_nothing_to_park_stands_still_and_comes_back(desk: Desk, rootfs: Path, word: str) -> None:
+    """Under the shim: its gate is closed in the image."""
+    beside = ("/bin/sh", "-c", "/job 16 5 >/dev/null 2>&1 & exec /job 1 5")
+    one = desk.with_shim(*(beside if word == "mixed" else ("/job", 1, 5)))
+    one.goes_on()
+    desk.says(0, "move", desk.called(one), "--to", 1)
+    one.goes_on()
+    desk.says(0, "suspend", desk.called(one))
+    desk.says(0, "resume", desk.called(one))
+    one.goes_on()
+    desk.checkpoint(one)
+    desk.restore("--to", 0)
+    again = desk.back()
+    again.goes_on()
+    steps = again.steps()
+    undisturbed = twin(desk, rootfs, max(steps) + 1, 1)
+    assert steps == {n: undisturbed[n] for n in steps}
+
+
 def test_several_processes_with_cuda_come_back_together(desk_of: Callable[[str], Desk], rootfs: Path) -> None:
     desk = desk_of("podman")
     one = desk.runtime.start("/bin/sh", "-c", "/job 16 5 & exec /job 16 5", name=desk.name(), options=["--init"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -202,3 +203,26 @@ def test_recover_removes_no_whole_image_that_a_folders_owner_has_renamed(tmp_pat
     (found,) = recover([home])
     assert not found.error
     assert os.listdir(home) == []
+
+
+@pytest.mark.parametrize("function", ["open_folder", "read_file"])
+def test_who_can_open_no_file_more_takes_nobodys_folder_for_litter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    """It may be a living process's, whose marker cannot be read just now."""
+    draft = Draft.create(tmp_path / "image")
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as changed:
+        changed.setattr(sys.modules["limosa.image.unfinished"], function, fails)
+        with pytest.raises(OSError, match="Too many open files") as raised:
+            unfinished(tmp_path)
+        assert raised.value.__cause__ is None
+        with pytest.raises(OSError, match="Too many open files") as raised:
+            remove(draft.path)
+        assert raised.value.__cause__ is not raised.value, "who looks for its cause would look for ever"
+    assert draft.path.exists()
+    draft.discard()
+    assert list(tmp_path.iterdir()) == []

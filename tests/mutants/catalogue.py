@@ -157,8 +157,8 @@ UNDO = (
     Mutant(
         "copy-still-reads",
         _OPERATION + "parked/carrier.py",
-        "        self._copying.settle()  # it reads what is about to be given back\n        each(",
-        "        each(",
+        "        self._copying.settle()  # it reads what is about to be given back\n        self._all_home()",
+        "        self._all_home()",
         "the mover reads memory that the job has again",
         ("tests/operation/test_half_opened.py",),
     ),
@@ -682,6 +682,22 @@ CLOSED = (
         "    CUresult result = CUDA_SUCCESS;\n",
         "memory is taken away from under a kernel",
         ("tests/shim/test_shim_gate.py::test_a_kernel_that_spins_keeps_it_open",),
+    ),
+    Mutant(
+        "others-are-not-held-still",
+        _OPERATION + "parked/carrier.py",
+        "        still: list[Process] = [*parts, *self._others]\n",
+        "        still: list[Process] = [*parts]\n",
+        "a synchronise ends a process that has nothing to park, while the driver has checkpointed it",
+        ("tests/e2e_soft/test_soft_still.py::test_small_memory_is_moved_suspended_and_resumed",),
+    ),
+    Mutant(
+        "a-suspended-one-is-let-go-on",
+        _OPERATION + "parked/gates.py",
+        " or _is_claimed(pid) or is_suspended(pid):",
+        " or _is_claimed(pid):",
+        "recover opens the gate of a suspended job, and the next synchronise ends it",
+        ("tests/e2e_soft/test_soft_still.py::test_small_memory_is_moved_suspended_and_resumed",),
     ),
     Mutant(
         "opened-with-nothing-there",

@@ -275,10 +275,13 @@ def typed_errors(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        raise _typed(e, what) from e
+        typed = _typed(e, what)
+        if typed is None:
+            raise
+        raise typed from e
 
 
-def _typed(e: OSError, what: str) -> LimosaError | OSError:
+def _typed(e: OSError, what: str) -> LimosaError | None:
     if e.errno in (errno.ENOSPC, errno.EDQUOT):
         return NoRoomOnHost(detail=f"{what}: {e.strerror}")
     if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
@@ -286,7 +289,7 @@ def _typed(e: OSError, what: str) -> LimosaError | OSError:
         return PermissionDenied(detail=f"{what}: {e.strerror}{where}")
     if e.errno in (errno.ENAMETOOLONG, errno.ELOOP):
         return UsageError(detail=f"{what if len(what) < 300 else what[:300] + '…'}: {e.strerror}")
-    return e
+    return None
 
 
 def copy_sparse(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from pathlib import Path
@@ -88,7 +89,7 @@ def unfinished(parent: str | os.PathLike[str], *, only_look: bool = False) -> li
         only_look: nothing will be removed: whatever link leads there is followed.
 
     Raises:
-        OSError: ``parent`` cannot be read.
+        OSError: ``parent`` cannot be read, or one of them, because this process can open no file more.
         PermissionDenied: for root, it is behind a link of another user's.
     """
     base = Path(os.path.abspath(parent))
@@ -100,19 +101,29 @@ def unfinished(parent: str | os.PathLike[str], *, only_look: bool = False) -> li
         os.close(fd)
 
 
+def _refuse_too_many(error: Exception) -> None:
+    """A folder that cannot be opened for that is there all the same, and may be a living operation's."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        raise error
+
+
 def describe(path: Path, name: str, parent_fd: int) -> Unfinished | None:
     """What the folder ``name`` says of itself, or None where there is no such folder (any more).
 
     Without a readable marker (a crash before or while it was written, or ``remove`` at work) nobody owns it.
+
+    Raises OSError: this process can open no file more, and so cannot tell.
     """
     try:
         fd = open_folder(name, parent_fd)
-    except OSError:
+    except OSError as error:
+        _refuse_too_many(error)
         return None
     try:
         marker = msgspec.json.decode(read_file(MARKER_NAME, fd, _LIMIT), type=ready(Marker))
         dest = Path(os.fsdecode(bytes.fromhex(marker.dest))) if marker.dest else None
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        _refuse_too_many(error)
         return Unfinished(path=path, dest=None, owner="", operation="", since="", state="dead")
     finally:
         os.close(fd)

@@ -141,23 +141,30 @@ def remove_drafts(dead: Journal) -> list[str]:
     try:
         listed = unfinished(parent)
     except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
+        if _by_too_many_files(error):
             raise FailedUndone(f"what was not finished in {parent} cannot be looked for: {error.strerror}") from error
         return did
     except LimosaError:
         return did
-    with contextlib.suppress(LimosaError, OSError):
-        for folder in listed:
-            # Without a marker it died between making the folder and marking it; the name tells whose it was.
-            nameless = folder.state == "dead" and not folder.operation
-            ours = nameless and folder.path.name.startswith(partial_name(Path(header.image).name, ""))
-            if folder.operation == header.id or str(folder.path) == header.draft or ours:
-                try:
-                    remove_folder(folder.path, litter_only=True)
-                    did.append(f"removed {folder.path}")
-                except (LimosaError, OSError) as error:
-                    did.append(f"could not remove {folder.path} ({error}): limosa rm removes it")
+    for folder in listed:
+        # Without a marker it died between making the folder and marking it; the name tells whose it was.
+        nameless = folder.state == "dead" and not folder.operation
+        ours = nameless and folder.path.name.startswith(partial_name(Path(header.image).name, ""))
+        if folder.operation == header.id or str(folder.path) == header.draft or ours:
+            try:
+                remove_folder(folder.path, litter_only=True)
+                did.append(f"removed {folder.path}")
+            except (LimosaError, OSError) as error:
+                if _by_too_many_files(error):
+                    raise FailedUndone(f"{folder.path}, which was not finished, stays: {error}") from error
+                did.append(f"could not remove {folder.path} ({error}): limosa rm removes it")
     return did
+
+
+def _by_too_many_files(error: BaseException) -> bool:
+    """Whether this process can open no file more: when it is run again it may."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def went_on(dead: Journal) -> bool:
