@@ -20,6 +20,7 @@ from limosa.process.identity import Identity
 
 HAZARD = "hazard=synchronise-while-checkpointed-segfaults"
 MOST = ["--mib", 1, "--synchronises"]
+MIB = 1 << 20
 
 
 @pytest.fixture
@@ -61,6 +62,19 @@ def test_small_memory_is_moved_suspended_and_resumed(strict: Any) -> None:
     job.finish()
 
 
+def test_recover_leaves_one_alone_that_the_driver_says_nothing_of(strict: Any) -> None:
+    job = start(strict, *MOST)
+    strict.limosa("suspend", job.pid)
+    rule = strict.switches.add("function=cuCheckpointProcessGetState every=1 result=CUDA_ERROR_UNKNOWN")
+    (told,) = strict.limosa("recover", "-o", "json", rc=40).json["recovered"]
+    assert (told["kind"], told["pid"], "whether it is suspended" in told["error"]) == ("gate", job.pid, True)
+    strict.switches.remove(rule)
+    assert stand(job) is Stand.CLOSED
+    strict.limosa("resume", job.pid)
+    job.goes_on(2)
+    job.finish()
+
+
 def test_one_of_two_processes_has_nothing_to_park(strict: Any) -> None:
     job = start(strict, "--mib", 24, "--small-child", "--synchronises")
     for to in (1, 0):
@@ -77,6 +91,7 @@ def test_what_the_driver_carries_for_want_of_room_is_held_still(strict: Any) -> 
     job = start(strict, "--mib", 300, "--also", 1, "--synchronises")
     said = strict.says(0, "", "move", job.pid, "--map", "0=1,1=0", limit=120)
     assert (said["way"], {one["id"] for one in said["warnings"]}) == ("driver", {"driver-way"})
+    assert said["bytes"] >= 600 * MIB, "all of it counts, for the room as well"
     assert stand(job) is Stand.OPEN
     job.goes_on(2)
     job.finish()

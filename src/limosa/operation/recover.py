@@ -12,6 +12,7 @@ A journal whose lock can be taken has lost its operation. What is done with it:
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import time
@@ -20,7 +21,17 @@ from functools import partial
 from pathlib import Path
 
 from limosa import gpu
-from limosa.errors import Busy, FailedUndone, LeftSuspended, LimosaError, PermissionDenied, UndoFailed, UsageError
+from limosa.errors import (
+    Busy,
+    DriverHung,
+    FailedUndone,
+    LeftSuspended,
+    LimosaError,
+    NoCudaState,
+    PermissionDenied,
+    UndoFailed,
+    UsageError,
+)
 from limosa.image import unfinished
 from limosa.operation import (
     across_namespaces,
@@ -42,9 +53,11 @@ from limosa.operation.remove_image import remove_image
 from limosa.operation.results import Recovered
 from limosa.operation.step import Left
 from limosa.operation.verbs import verb_of
+from limosa.parking.patience import Patience
 from limosa.process.limits import many_descriptors
 from limosa.process.records import SuspendRecord
 from limosa.process.runtime import remove_half_written
+from limosa.process.status import uids_of
 from limosa.progress import Progress, ProgressFn, silent
 from limosa.terms import JobState
 
@@ -111,14 +124,27 @@ def _everything(
                 claim.release()
             did = "would remove" if dry_run else "removed"
             found.append(Recovered(kind="record", id=claim.id, operation=claim.operation, did=f"{did} a stale claim"))
-        found += open_left(_is_suspended, dry_run=dry_run)
+        found += open_left(_state_of, dry_run=dry_run)
     for folder in folders:
         found += _unfinished_in(Path(folder), dry_run, list(found))
 
 
-def _is_suspended(pid: int) -> bool:
-    with drivers.using(None) as driver:
-        return driver_steps.settled_state(driver, pid) == gpu.State.CHECKPOINTED
+_patience = Patience(12.0)
+
+
+def _state_of(pid: int) -> gpu.State | None:
+    """What the driver says of a process of anybody's, for which it is not waited for long."""
+    uid, begun = uids_of(pid)[0], time.monotonic()
+    try:
+        with drivers.using(None) as driver:
+            with contextlib.suppress(NoCudaState):  # it was seen to say so once of one that has some
+                return driver.state(pid, timeout=_patience.left(uid, 5.0))
+            return driver.state(pid, timeout=_patience.left(uid, 5.0))
+    except NoCudaState:
+        return None
+    except DriverHung:
+        _patience.waited(uid, time.monotonic() - begun)
+        raise
 
 
 def _refuse_no_folder(folder: Path) -> None:

@@ -154,7 +154,7 @@ def seen_from_outside(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
     found = [
         msgspec.structs.replace(r, hint=hint) if r.id.startswith("nccl-") and r.pid in silent else r for r in found
     ]
-    # JAX under the shim that has nothing to park: its gate stays open.
+    # JAX under the shim that has nothing to park: that its gate is enough then was not seen on a GPU yet.
     hint = "it has no memory that can be parked: try again once it computes"
     found = [msgspec.structs.replace(r, hint=hint) if r.id == "jax" and r.pid in known else r for r in found]
     # What an adapter knew of memory was lost when that was taken away: there is nothing left to keep by refusing.

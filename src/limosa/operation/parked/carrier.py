@@ -20,7 +20,7 @@ from limosa.ipc.packet import close_all
 from limosa.operation import driver_steps
 from limosa.operation.background import Background
 from limosa.operation.journal import Member, Noted, Phase
-from limosa.operation.parked import gates
+from limosa.operation.parked import gates, shares
 from limosa.operation.parked.calls import each, together
 from limosa.operation.parked.gates import Gates, open_whole
 from limosa.operation.parked.holders import Held, key_of
@@ -183,6 +183,11 @@ class Beside(Carrier, Generic[P]):
             one.close()
         self._residents.close()
 
+    def _refuse_outside(self) -> None:
+        """Raises CannotBeMoved: somebody whose memory does not go has some of what goes, or gave it."""
+        of_others = {other.member.pid: other.shim for other in self._others}
+        shares.refuse_outside({pid: shim for pid, shim in self.shims.items() if pid not in of_others}, of_others)
+
     def _all_home(self) -> None:
         homes = [(part.member, partial(self._home, part)) for part in self._parts]
         each([*homes, *((other.member, partial(self._opened, other)) for other in self._others)])
@@ -212,6 +217,8 @@ class Beside(Carrier, Generic[P]):
         That is noted before the first one: whoever finds this journal looks where it stands.
         """
         still: list[Process] = [*parts, *self._others]
+        for other in self._others:
+            other.member.beside = {}  # the driver carries all that it has
         for one in still:
             self._work.note(Noted.PARK, Phase.BEGIN, one.member.pid)
             one.touched = True
@@ -241,7 +248,15 @@ class Beside(Carrier, Generic[P]):
         return True
 
     def _stays_suspended(self, member: Member) -> bool:
+        """Whether the driver had it and has it still; it is not asked about one that it never had."""
+        journal = self._work.journal
+        if journal is not None and not journal.began(Noted.CHECKPOINT, member.pid):
+            return False
         return driver_steps.settled_state(self._work.driver, member.pid) == State.CHECKPOINTED
+
+    def _stacks_back(self) -> None:
+        """Puts the others' stack limits back, while there is still a way back. Else their gates see to it."""
+        together([partial(other.shim.stack, 0) for other in self._others])
 
     def _home(self, part: P) -> bool:
         """Gives a process its own memory back and opens its gate; the driver has brought it home before.
@@ -253,13 +268,16 @@ class Beside(Carrier, Generic[P]):
         if not part.touched:  # it may not even answer: stopped by somebody, say
             return True
         stand = shim.hello().stand
+        stays = stand is not Stand.OPEN and self._stays_suspended(member)
         if stand is Stand.AWAY:
             pieces = part.held("source")
             fds = [part.source[p.id] for p in pieces]
-            if self._stays_suspended(member):
+            if stays:
                 away = driver_steps.is_away(member, "checkpointed", self._work.journal)
                 strand(member, shim, pieces, fds, away=away, operation=self._work.id)
                 return False
             stand = put_back(shim, pieces, fds)
+        if stays:
+            return False
         open_whole(member, shim, stand)
         return True

@@ -23,6 +23,7 @@ from limosa.parking.protocol import Stand
 from limosa.parking.shim import Shim, under_shim
 from limosa.process.candidates import candidates
 from limosa.process.identity import Identity
+from limosa.process.namespaces import is_ours
 from limosa.process.slurp import MOST_ENVIRONMENT, slurp
 
 STACK_BYTES = 16
@@ -76,9 +77,13 @@ class Gates:
             raise gate_was_opened(self._work.operation, str(error)) from error
 
     def open_all(self, members: Sequence[Member]) -> None:
-        """The same, of members that there is no connection to."""
+        """The same, of members that there is no connection to; one that has ended needs none."""
         with contextlib.ExitStack() as stack:
-            self.open([(member, stack.enter_context(Shim(member.identity))) for member in members])
+            there = []
+            for member in members:
+                with contextlib.suppress(NoSuchProcess):
+                    there.append((member, stack.enter_context(Shim(member.identity))))
+            self.open(there)
 
     def leave(self, parts: Sequence[tuple[Member, Shim]]) -> None:
         """Takes what was mapped out again. Raises NotFinished: one was opened, and the job may run."""
@@ -162,21 +167,33 @@ def closed_reason(pid: int) -> Reason:
     return Reason(id="gate-closed", text=text, exit_code=19, hint="limosa recover opens it", pid=pid)
 
 
-def open_left(is_suspended: Callable[[int], bool], *, dry_run: bool = False) -> list[Recovered]:
+def open_left(state_of: Callable[[int], State | None], *, dry_run: bool = False) -> list[Recovered]:
     """Opens the gates of processes that have all their memory and that nobody works on, or died working on.
 
     An operation claims a process before it closes its gate. One that died has left its claim and journal, which say
-    more than the gate does. One that the driver has checkpointed is suspended (``is_suspended``, by its pid), and waits
-    at its gate for a resume.
+    more than the gate does. One that the driver has checkpointed is suspended, and waits at its gate for a resume:
+    ``state_of`` asks the driver, by its pid (None: it has no CUDA state).
     """
     found = []
     for pid in candidates():
         if not under_shim(pid) or not _is_in_reach(pid) or _is_claimed(pid):
             continue
         with contextlib.suppress(LimosaError, OSError), Shim.to_look(Identity.of(pid), _ANSWER, _PATIENCE) as shim:
-            if shim.hello().stand is not Stand.CLOSED or _is_claimed(pid) or is_suspended(pid):
+            if shim.hello().stand is not Stand.CLOSED or _is_claimed(pid):
                 continue
             entry = Recovered(kind="gate", pid=pid, state="running")
+            try:
+                state = state_of(pid)
+            except NoSuchProcess:
+                continue
+            except LimosaError as error:
+                text = f"process {pid} waits at its gate, and the driver does not say whether it is suspended: {error}"
+                entry.state, entry.error, entry.exit_code = "unknown", text, 40
+                found.append(entry)
+                continue
+            # What has none here may have it of another driver, in a node of software GPUs.
+            if state not in (State.RUNNING, State.LOCKED) and not (state is None and is_ours(pid, "mnt")):
+                continue
             found.append(entry)
             if dry_run:
                 entry.did = f"would open the gate of process {pid}, which somebody left closed"

@@ -99,7 +99,7 @@ class Moving(Beside[_Part]):
     # -- before the pause ----------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        shares.refuse_outside(self.shims)
+        self._refuse_outside()
         for owner in {part.shim.owner for part in self._parts}:
             gpus = {b for part in self._parts if part.shim.owner == owner for b in part.member.map.values()}
             self._residents.mover(owner).prepare(sorted(gpus))
@@ -157,7 +157,7 @@ class Moving(Beside[_Part]):
         self._hold_again()
         with self._work.spent("gate"):
             self._close_gates(self._parts)
-        shares.refuse_outside(self.shims)
+        self._refuse_outside()
         now_of = [(part, {m.id: m for m in part.pieces()}) for part in self._parts]
         for part, now in now_of:  # of all, before one of them is given what another shares since
             self._note_shares(part, now.values())
@@ -195,6 +195,7 @@ class Moving(Beside[_Part]):
             part.mapped = True
         # Where a stack cannot be put back there is still a way back; else its gate would see to it.
         together([partial(part.shim.stack, 0) for part in self._parts])
+        self._stacks_back()
         self._make_there()
         together([partial(self._give_back, part) for part in self._parts])
 

@@ -118,6 +118,7 @@ class Resuming(Beside[_Coming]):
             stands[part.member.pid] = stand
 
         together([partial(one, part) for part in self._parts])
+        self._stacks_back()
         for part in self._parts:
             if part.on(seen=False):
                 stands[part.member.pid] = self._made_by_itself(part)

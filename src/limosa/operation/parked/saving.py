@@ -171,7 +171,7 @@ class Saving(Beside[_Part]):
                 for uuid in sorted({part.gpus[i] for i in part.copied}):
                     mine = [p for p in part.layout if p.id in part.copied and part.gpus[p.id] == uuid]
                     saver.aside(part.member.pid, [(p.id, p.bytes, p.offset) for p in mine], uuid, part.segments)
-        shares.refuse_outside(self.shims)  # it would be somebody else's and the image's, and no more the same
+        self._refuse_outside()  # it would be somebody else's and the image's, and no more the same
         self._follow()
         changed = self.bytes
         if self._limit and not running:
@@ -255,7 +255,7 @@ class Saving(Beside[_Part]):
         running = self._running
         with self._work.timed("gate", "holding still"):
             self._close_gates(running)
-            shares.refuse_outside(self.shims)
+            self._refuse_outside()
             self._follow()
             self._take_away(running)
 

@@ -19,13 +19,17 @@ from limosa.process.identity import Identity
 ANSWER_SECONDS = 2.0
 
 
-def outside(shims: Mapping[int, Shim], pieces: Mapping[int, list[Memory]]) -> list[tuple[int, str]]:
+def outside(
+    shims: Mapping[int, Shim], pieces: Mapping[int, list[Memory]], known: Mapping[int, Shim] | None = None
+) -> list[tuple[int, str]]:
     """The memory of these processes (by pid) that cannot be parked because somebody else has it.
+
+    ``known``: connections to some of those that do not take part: a shim serves one at a time.
 
     Returns pairs: a process that takes part, and what speaks against it in words.
     """
     found = []
-    asked: dict[int, Callable[[int], bool]] = {}
+    asked = {pid: _has(shim) for pid, shim in (known or {}).items()}
     for pid, shim in shims.items():
         shared = [m for m in pieces[pid] if m.share]
         if not shared:
@@ -44,9 +48,9 @@ def outside(shims: Mapping[int, Shim], pieces: Mapping[int, list[Memory]]) -> li
     return found
 
 
-def refuse_outside(shims: Mapping[int, Shim]) -> None:
-    """Asks all of them now. Raises CannotBeMoved: somebody else has memory of theirs."""
-    found = outside(shims, {pid: shim.memories() for pid, shim in shims.items()})
+def refuse_outside(shims: Mapping[int, Shim], known: Mapping[int, Shim] | None = None) -> None:
+    """Asks all of them now, as :func:`outside`. Raises CannotBeMoved: somebody else has memory of theirs."""
+    found = outside(shims, {pid: shim.memories() for pid, shim in shims.items()}, known)
     if found:
         raise CannotBeMoved(detail=found[0][1])
 
@@ -90,13 +94,17 @@ def join(parts: Iterable[tuple[Shim, dict[int, int]]]) -> None:
                 first[piece.share] = target[piece.id]
 
 
+def _has(shim: Shim) -> Callable[[int], bool]:
+    return {m.share for m in shim.memories()}.__contains__
+
+
 def _having(pid: int) -> Callable[[int], bool]:
     """Asks a process once which memory of others it has; one that does not say may have any."""
     with contextlib.suppress(NoSuchProcess):
         identity = Identity.of(pid)
         try:
             with Shim.to_look(identity, ANSWER_SECONDS) as shim:
-                return {m.share for m in shim.memories()}.__contains__
+                return _has(shim)
         except LimosaError:
             if identity.alive() and under_shim(pid):
                 return lambda share: True

@@ -15,10 +15,16 @@ from limosa.parking.shim import Shim
 
 
 class Still(Beside[Process]):
-    """Held still until the driver is done; of a suspended job, or one in an image, until it is resumed."""
+    """Held still until the driver is done.
 
-    def __init__(self, work: Work, others: Sequence[tuple[Member, Shim]]):
+    Args:
+        work, others: as :class:`Beside` takes them.
+        stays: of a suspend, or an image: the driver still has them when the memory of others has arrived.
+    """
+
+    def __init__(self, work: Work, others: Sequence[tuple[Member, Shim]], *, stays: bool):
         super().__init__(work, others)
+        self._stays = stays
 
     def prepare(self) -> None:
         """Nothing: nothing goes anywhere."""
@@ -32,7 +38,9 @@ class Still(Beside[Process]):
         """Nothing."""
 
     def arrive(self) -> None:
-        """Nothing."""
+        """Puts stack limits back, where the job is to go on."""
+        if not self._stays:
+            self._stacks_back()
 
     def disconnect(self) -> None:
         """Lets the job have no connection of ours: CRIU dumps it now."""

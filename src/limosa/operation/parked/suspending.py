@@ -12,7 +12,6 @@ from limosa.ipc.packet import close_all
 from limosa.operation import counting
 from limosa.operation.arena import arena_cap
 from limosa.operation.journal import Member
-from limosa.operation.parked import shares
 from limosa.operation.parked.aside import Copy, Layout, Placed, copy_all, laid_out
 from limosa.operation.parked.carrier import Beside, Process
 from limosa.operation.parked.holders import Held, aside_key
@@ -97,7 +96,7 @@ class Suspending(Beside[_Going]):
         self._hold_again()
         with self._work.spent("gate"):
             self._close_gates(self._parts, stacks=not self._alone)
-        shares.refuse_outside(self.shims)
+        self._refuse_outside()
         for part in self._parts:
             now = part.pieces()
             if [m.id for m in now] != [p.id for p in part.layout]:

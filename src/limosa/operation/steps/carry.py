@@ -63,7 +63,7 @@ class Prepare(_Carried):
             raise Grew(pids=pids(op.members))
         others = _others(op, shims)
         if not shims:
-            op.carrier = Still(op.work, others) if others else None
+            op.carrier = Still(op.work, others, stays=op.verb.sets_aside) if others else None
             return
         op.work.progress(Progress(self.name, message="memory on the other side"))
         if op.verb.takes_back:
@@ -105,7 +105,7 @@ class Prepare(_Carried):
             cost = op.verb.by_the_driver(members, size)
             text = f"the parked way is not open ({error}): the driver carries the memory, {cost}"
             work.warnings.append(Reason(id="driver-way", text=text))
-            op.carrier = Still(work, _others(op, {}))
+            op.carrier = Still(work, _others(op, {}), stays=op.verb.sets_aside)
 
     def release(self, op: OnGpus) -> None:
         """Vault and mover release what they held for the way back, and the connections to the job are closed."""

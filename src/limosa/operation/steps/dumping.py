@@ -222,7 +222,7 @@ class Dumping(OnGpus):
         work, options = self.work, self.options
         found = look_for(self.members)
         if not found.awake and not found.asleep:
-            self.carrier = Still(work, found.others) if found.others else None
+            self.carrier = Still(work, found.others, stays=True) if found.others else None
             return
         try:
             folder = self.draft.make_chunks()
@@ -245,6 +245,8 @@ class Dumping(OnGpus):
             raise
         except LimosaError as error:
             self.not_saved()
+            for _, shim in found.awake + found.asleep + found.others:  # it may not have come to take them over
+                shim.close()
             # It may be stopped, and the driver would wait for it as well.
             if isinstance(error, ShimError) and isinstance(error.__cause__, TimeoutError):
                 detail, hint = f"{error}: it does not answer", "try again; a stopped one has to go on first"
@@ -263,7 +265,8 @@ class Dumping(OnGpus):
             self.draft.drop_chunks()
             self.job.parked = 0
             work.warnings.append(Reason(id="driver-way", text=f"{shut}: the driver carries the memory"))
-            self.carrier = Still(work, held_still([m for m in self.members if m.was == gpu.State.RUNNING]))
+            running = [m for m in self.members if m.was == gpu.State.RUNNING]
+            self.carrier = Still(work, held_still(running), stays=True)
 
     def not_saved(self) -> None:
         carrier, self.saving, self.carrier = self.carrier, None, None
