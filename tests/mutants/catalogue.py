@@ -694,8 +694,8 @@ CLOSED = (
     Mutant(
         "a-suspended-one-is-let-go-on",
         _OPERATION + "parked/gates.py",
-        " or _is_claimed(pid) or is_suspended(pid):",
-        " or _is_claimed(pid):",
+        '            if state not in (State.RUNNING, State.LOCKED) and not (state is None and is_ours(pid, "mnt")):\n                continue\n',
+        "",
         "recover opens the gate of a suspended job, and the next synchronise ends it",
         ("tests/e2e_soft/test_soft_still.py::test_small_memory_is_moved_suspended_and_resumed",),
     ),
