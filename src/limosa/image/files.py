@@ -263,6 +263,12 @@ def clear_folder(fd: int, files: Files, *, depth: int = 8) -> int:
     return freed
 
 
+def no_more_files(error: BaseException) -> bool:
+    """Whether it is, or came of, that this process can open no file more: when it is run again it may."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE)
+
+
 @contextmanager
 def typed_errors(what: str) -> Iterator[None]:
     """Turn the OSErrors that have a meaning to users into ours; others pass.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from limosa.image.files import Files, open_folder, read_file
+from limosa.image.files import Files, no_more_files, open_folder, read_file
 from limosa.image.manifest import now
 from limosa.image.read import MARKER_NAME, is_partial_name
 from limosa.image.trust import open_named
@@ -101,12 +100,6 @@ def unfinished(parent: str | os.PathLike[str], *, only_look: bool = False) -> li
         os.close(fd)
 
 
-def _refuse_too_many(error: Exception) -> None:
-    """A folder that cannot be opened for that is there all the same, and may be a living operation's."""
-    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        raise error
-
-
 def describe(path: Path, name: str, parent_fd: int) -> Unfinished | None:
     """What the folder ``name`` says of itself, or None where there is no such folder (any more).
 
@@ -117,13 +110,15 @@ def describe(path: Path, name: str, parent_fd: int) -> Unfinished | None:
     try:
         fd = open_folder(name, parent_fd)
     except OSError as error:
-        _refuse_too_many(error)
+        if no_more_files(error):
+            raise  # it is there all the same, and may be a living operation's
         return None
     try:
         marker = msgspec.json.decode(read_file(MARKER_NAME, fd, _LIMIT), type=ready(Marker))
         dest = Path(os.fsdecode(bytes.fromhex(marker.dest))) if marker.dest else None
     except (OSError, ValueError) as error:
-        _refuse_too_many(error)
+        if no_more_files(error):
+            raise
         return Unfinished(path=path, dest=None, owner="", operation="", since="", state="dead")
     finally:
         os.close(fd)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import signal
 import time
@@ -15,6 +14,7 @@ import msgspec
 from limosa import gpu
 from limosa.errors import CannotBeMoved, FailedUndone, LeftSuspended, LimosaError, UndoFailed
 from limosa.image import open_image, unfinished
+from limosa.image.files import no_more_files
 from limosa.image.manifest import LOG_NAME
 from limosa.image.read import partial_name
 from limosa.image.remove import remove as remove_folder
@@ -141,7 +141,7 @@ def remove_drafts(dead: Journal) -> list[str]:
     try:
         listed = unfinished(parent)
     except OSError as error:
-        if _by_too_many_files(error):
+        if no_more_files(error):
             raise FailedUndone(f"what was not finished in {parent} cannot be looked for: {error.strerror}") from error
         return did
     except LimosaError:
@@ -155,16 +155,10 @@ def remove_drafts(dead: Journal) -> list[str]:
                 remove_folder(folder.path, litter_only=True)
                 did.append(f"removed {folder.path}")
             except (LimosaError, OSError) as error:
-                if _by_too_many_files(error):
+                if no_more_files(error):
                     raise FailedUndone(f"{folder.path}, which was not finished, stays: {error}") from error
                 did.append(f"could not remove {folder.path} ({error}): limosa rm removes it")
     return did
-
-
-def _by_too_many_files(error: BaseException) -> bool:
-    """Whether this process can open no file more: when it is run again it may."""
-    cause = error if isinstance(error, OSError) else error.__cause__
-    return isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def went_on(dead: Journal) -> bool:

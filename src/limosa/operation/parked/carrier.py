@@ -102,6 +102,9 @@ class Carrier(abc.ABC):
     def arrive(self) -> None:
         """Puts what was copied in its place: mapped in the job, in an arena that the job keeps, in the image."""
 
+    def disconnect(self) -> None:  # noqa: B027 - nothing, where CRIU dumps nobody
+        """Lets the job have nothing of ours: no connection, no descriptor. CRIU dumps it now."""
+
     def leave(self) -> None:  # noqa: B027 - nothing, where nothing was mapped
         """Undoes :meth:`arrive`, before the driver takes the process back: once nothing is copied any more.
 
@@ -160,6 +163,10 @@ class Beside(Carrier, Generic[P]):
 
     def wait(self) -> None:
         self._copying.wait()
+
+    def disconnect(self) -> None:
+        for one in self._still:
+            one.shim.leave()
 
     def leave(self) -> None:
         self._copying.settle()  # it reads what is about to be given back

@@ -74,9 +74,12 @@ class _Part:
 
 
 class Loading(Carrier):
-    """The parked part of one restore of an image, which stays open; takes what is made off what members hold."""
+    """The parked part of one restore of an image, which stays open; takes what is made off what members hold.
 
-    def __init__(self, work: Work, image: Image, members: Sequence[Member]):
+    ``gates``: the restore's own, which may open others.
+    """
+
+    def __init__(self, work: Work, image: Image, members: Sequence[Member], gates: Gates):
         self._work, self._image = work, image
         of_pid = {process.pid: process for process in image.manifest.device}
         self._parts = [_Part(m, of_pid[m.pid]) for m in members if m.pid in of_pid]
@@ -84,13 +87,8 @@ class Loading(Carrier):
         self._loader: Loader | None = None
         self._reading = Background("limosa-chunks")
         self._leave = threading.Event()
-        self._gates = Gates(work)
+        self._gates = gates
         self.done = Done()
-
-    @property
-    def opened(self) -> bool:
-        """Whether a gate was opened: the job may run."""
-        return self._gates.opened
 
     @property
     def shims(self) -> dict[int, Shim]:

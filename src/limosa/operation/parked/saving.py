@@ -270,7 +270,6 @@ class Saving(Beside[_Part]):
         self._copying.start(keep)
 
     def disconnect(self) -> None:
-        """Let the job have nothing of ours: no connection, no descriptor. CRIU dumps it now."""
         for part in self._parts:
             if isinstance(part, _Suspended):
                 # The job has it no more from here on: the mover has it in its place, as long as this lasts.
@@ -278,9 +277,7 @@ class Saving(Beside[_Part]):
                 self._work.note(Noted.UNKEEP, Phase.BEGIN, part.member.pid)
                 part.let_go = True
                 part.shim.keep()
-            part.shim.leave()
-        for other in self._others:
-            other.shim.leave()
+        super().disconnect()
 
     def arrive(self) -> None:
         saver = self._saver

@@ -41,8 +41,3 @@ class Still(Beside[Process]):
         """Puts stack limits back, where the job is to go on."""
         if not self._stays:
             self._stacks_back()
-
-    def disconnect(self) -> None:
-        """Lets the job have no connection of ours: CRIU dumps it now."""
-        for other in self._others:
-            other.shim.leave()

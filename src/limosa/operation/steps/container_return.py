@@ -208,7 +208,7 @@ class ContainerReturning(Returning):
             super().end_tree()
         except UndoFailed as error:
             failed = error  # its runtime may still do it
-        if not self.opened:
+        if not self.gates.opened:
             self.runtime.remove_made(self.made_as, self.bundle, self.work.id)
             if self.contained is not None and self.contained.id != self.made_as:
                 self.runtime.remove_made(self.contained.id, self.bundle, "")

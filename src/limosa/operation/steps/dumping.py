@@ -193,7 +193,7 @@ class Dumping(OnGpus):
         """Leaves the job to CRIU, where it will not stand still for too long by that."""
         assert self.bulk is not None
         self.bulk.let_go()
-        if isinstance(self.carrier, (Saving, Still)):
+        if self.carrier is not None:
             self.carrier.disconnect()
         back = estimate.restore_seconds(self.members)
         to_come = estimate.dump_seconds(self.job.host_bytes + self.job.shape.beside) + back

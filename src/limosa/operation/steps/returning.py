@@ -136,11 +136,6 @@ class Returning(Op):
     def shims(self) -> Mapping[int, Shim]:
         return self.loading.connections if self.loading is not None else {}
 
-    @property
-    def opened(self) -> bool:
-        """Whether a gate was opened: the job may run."""
-        return self.gates.opened or (self.loading is not None and self.loading.opened)
-
     def run(self) -> RestoreResult:
         work = self.work
         gpus = room.needs(self.members)
@@ -216,7 +211,7 @@ class Returning(Op):
 
     def load(self) -> None:
         work = self.work
-        self.loading = Loading(work, self.image, self.members)
+        self.loading = Loading(work, self.image, self.members, self.gates)
         self.loading.prepare()
         self.loading.copy()
         if work.claim is not None:  # it is taken now: nobody needs to keep it free
@@ -428,7 +423,7 @@ class Returning(Op):
 
     def end_tree(self) -> None:
         self.unload()  # the library in the job serves one at a time
-        if self.opened:
+        if self.gates.opened:  # the job may run
             raise gate_was_opened("restore")
         with open_image(self.image.path, trust=False):
             pass  # it is the copy: without it nothing is ended
