@@ -35,6 +35,21 @@ def stand(job: Any) -> Stand:
         return shim.hello().stand
 
 
+def is_killed(node: Any, step: str, *command: object) -> None:
+    """Limosa is, when it has journalled that; then comes a recover."""
+    working = node.later(*command, halts=step)
+    node.reaches(working, step)
+    node.kill("limosa", working)
+    node.limosa("recover")
+
+
+def goes_its_way(job: Any) -> None:
+    """Nobody holds it still any more, and it ends well."""
+    assert stand(job) is Stand.OPEN
+    job.goes_on(2)
+    job.finish()
+
+
 def test_without_that_the_job_ends(strict: Any) -> None:
     """So the others here would notice."""
     job = strict.job(*MOST)
@@ -92,9 +107,7 @@ def test_what_the_driver_carries_for_want_of_room_is_held_still(strict: Any) -> 
     said = strict.says(0, "", "move", job.pid, "--map", "0=1,1=0", limit=120)
     assert (said["way"], {one["id"] for one in said["warnings"]}) == ("driver", {"driver-way"})
     assert said["bytes"] >= 600 * MIB, "all of it counts, for the room as well"
-    assert stand(job) is Stand.OPEN
-    job.goes_on(2)
-    job.finish()
+    goes_its_way(job)
 
 
 @pytest.mark.parametrize(
@@ -102,43 +115,28 @@ def test_what_the_driver_carries_for_want_of_room_is_held_still(strict: Any) -> 
 )
 def test_a_move_that_was_killed_is_recovered(strict: Any, step: str) -> None:
     job = start(strict, *MOST)
-    move = strict.later("move", job.pid, "--to", 1, halts=step)
-    strict.reaches(move, step)
-    strict.kill("limosa", move)
-    strict.limosa("recover")
-    assert stand(job) is Stand.OPEN
-    job.goes_on(2)
-    job.finish()
+    is_killed(strict, step, "move", job.pid, "--to", 1)
+    goes_its_way(job)
 
 
 @pytest.mark.parametrize("step", ["park begin", "lock done", "checkpoint done"])
 def test_a_suspend_that_was_killed_is_recovered(strict: Any, step: str) -> None:
     job = start(strict, *MOST)
-    suspend = strict.later("suspend", job.pid, halts=step)
-    strict.reaches(suspend, step)
-    strict.kill("limosa", suspend)
-    strict.limosa("recover")
+    is_killed(strict, step, "suspend", job.pid)
     if strict.state(job) == "checkpointed":
         assert stand(job) is Stand.CLOSED
         strict.limosa("resume", job.pid)
-    assert stand(job) is Stand.OPEN
-    job.goes_on(2)
-    job.finish()
+    goes_its_way(job)
 
 
 @pytest.mark.parametrize("step", ["restore done", "unlock done", "open begin"])
 def test_a_resume_that_was_killed_is_recovered(strict: Any, step: str) -> None:
     job = start(strict, *MOST)
     strict.limosa("suspend", job.pid)
-    resume = strict.later("resume", job.pid, "--to", 1, halts=step)
-    strict.reaches(resume, step)
-    strict.kill("limosa", resume)
-    strict.limosa("recover")
+    is_killed(strict, step, "resume", job.pid, "--to", 1)
     if strict.state(job) == "checkpointed":
         strict.limosa("resume", job.pid)
-    assert stand(job) is Stand.OPEN
-    job.goes_on(2)
-    job.finish()
+    goes_its_way(job)
 
 
 def test_one_that_stands_still_is_not_taken_for_suspended(strict: Any) -> None:
@@ -179,9 +177,7 @@ def test_a_suspended_one_goes_to_disk_and_comes_back(strict: Any) -> None:
     strict.limosa("suspend", job.pid)
     strict.limosa("checkpoint", job.pid, "--output", image)
     strict.limosa("restore", image)
-    assert stand(job) is Stand.OPEN
-    job.goes_on(2)
-    job.finish()
+    goes_its_way(job)
 
 
 @pytest.mark.criu
@@ -189,25 +185,15 @@ def test_a_suspended_one_goes_to_disk_and_comes_back(strict: Any) -> None:
 def test_a_restore_that_was_killed_is_recovered(strict: Any, step: str) -> None:
     job, image = start(strict, *MOST), strict.place / "image"
     strict.limosa("checkpoint", job.pid, "--output", image)
-    restore = strict.later("restore", image, halts=step)
-    strict.reaches(restore, step)
-    strict.kill("limosa", restore)
-    strict.limosa("recover")
+    is_killed(strict, step, "restore", image)
     if not job.alive():
         strict.limosa("restore", image)
-    assert stand(job) is Stand.OPEN
-    job.goes_on(2)
-    job.finish()
+    goes_its_way(job)
 
 
 @pytest.mark.criu
 @pytest.mark.parametrize("step", ["park begin", "checkpoint done", "post-dump done"])
 def test_a_checkpoint_that_was_killed_is_recovered(strict: Any, step: str) -> None:
     job, image = start(strict, *MOST), strict.place / "image"
-    dump = strict.later("checkpoint", job.pid, "--output", image, halts=step)
-    strict.reaches(dump, step)
-    strict.kill("limosa", dump)
-    strict.limosa("recover")
-    assert stand(job) is Stand.OPEN
-    job.goes_on(2)
-    job.finish()
+    is_killed(strict, step, "checkpoint", job.pid, "--output", image)
+    goes_its_way(job)

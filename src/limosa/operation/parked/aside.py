@@ -161,9 +161,9 @@ def parked_reason(away: Sequence[Member]) -> Reason:
     return Reason(id="suspended-memory", text=text, exit_code=13, hint=hint, pid=away[0].pid)
 
 
-def aside_shims(members: Sequence[Member]) -> dict[int, Shim]:
+def aside_shims(members: Sequence[Member]) -> list[tuple[Member, Shim]]:
     """Connects to the suspended members whose memory is in an arena; the caller closes them."""
-    found: dict[int, Shim] = {}
+    found: list[tuple[Member, Shim]] = []
     for member in members:
         try:
             shim = Shim(member.identity)
@@ -172,7 +172,7 @@ def aside_shims(members: Sequence[Member]) -> dict[int, Shim]:
                 raise CannotBeMoved(detail=f"the shim of process {member.pid} does not answer ({error})") from error
             continue
         if shim.hello().stand is Stand.AWAY:
-            found[member.pid] = shim
+            found.append((member, shim))
         else:
             shim.close()
     return found

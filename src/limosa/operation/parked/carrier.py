@@ -63,6 +63,8 @@ class Process:
 
 
 P = TypeVar("P", bound=Process)
+Connected = tuple[Member, Shim]
+"""A member, with a connection to its shim."""
 
 
 class Carrier(abc.ABC):
@@ -135,7 +137,7 @@ class Beside(Carrier, Generic[P]):
             thread that synchronises while the driver has checkpointed its process would end it.
     """
 
-    def __init__(self, work: Work, others: Sequence[tuple[Member, Shim]] = ()):
+    def __init__(self, work: Work, others: Sequence[Connected] = ()):
         self._work = work
         self._parts: list[P] = []
         self._others = [Process(member, shim) for member, shim in others]

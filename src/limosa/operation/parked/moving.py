@@ -19,7 +19,7 @@ from limosa.operation import counting
 from limosa.operation.journal import Member, Noted, Phase
 from limosa.operation.parked import ahead, shares
 from limosa.operation.parked.calls import together
-from limosa.operation.parked.carrier import Beside, Process
+from limosa.operation.parked.carrier import Beside, Connected, Process
 from limosa.operation.parked.holders import Held
 from limosa.operation.parked.pieces import copy_limit, export
 from limosa.operation.work import Work
@@ -81,17 +81,11 @@ class _Later(NamedTuple):
 
 
 class Moving(Beside[_Part]):
-    """The parked part of one move; ``shims`` are connections to those that are parked, closed by :meth:`close`."""
+    """The parked part of one move; ``parked``: members with connections, which :meth:`close` closes."""
 
-    def __init__(
-        self,
-        work: Work,
-        members: Sequence[Member],
-        shims: dict[int, Shim],
-        others: Sequence[tuple[Member, Shim]] = (),
-    ):
+    def __init__(self, work: Work, parked: Sequence[Connected], others: Sequence[Connected] = ()):
         super().__init__(work, others)
-        self._parts = [_Part(m, shims[m.pid]) for m in members if m.pid in shims]
+        self._parts = [_Part(member, shim) for member, shim in parked]
         self._n = 0
         self._copies: dict[int, list[tuple[str, str, str]]] = {}
         self._shared: dict[int, int] = {}  # memory that several processes have: a descriptor of what was made for it

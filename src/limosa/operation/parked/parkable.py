@@ -21,10 +21,9 @@ LARGE = 512 << 20
 """Bytes of an allocation that the driver was seen not to restore where GPUs have peer access (``refusals``)."""
 
 
-def shims_of(members: Sequence[Member]) -> dict[int, Shim]:
-    """Connects to the members that have memory that can be parked, as :func:`connected` does; by pid."""
-    some = connected(members, lambda _, hello: hello.bytes > 0 and hello.stand is Stand.OPEN)
-    return {member.pid: shim for member, shim in some}
+def shims_of(members: Sequence[Member]) -> list[tuple[Member, Shim]]:
+    """Connects to the members that have memory that can be parked, as :func:`connected` does."""
+    return connected(members, lambda _, hello: hello.bytes > 0 and hello.stand is Stand.OPEN)
 
 
 def held_still(

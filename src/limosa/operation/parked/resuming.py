@@ -11,7 +11,7 @@ from limosa.operation.journal import Member, Noted, Phase, added_up
 from limosa.operation.parked import ahead, shares
 from limosa.operation.parked.aside import Copy, Placed, arena_of, copy_all, parts_of
 from limosa.operation.parked.calls import together
-from limosa.operation.parked.carrier import Beside, Process
+from limosa.operation.parked.carrier import Beside, Connected, Process
 from limosa.operation.parked.holders import Held, aside_key
 from limosa.operation.parked.pieces import copy_limit
 from limosa.operation.work import Work
@@ -58,16 +58,9 @@ class _Coming(Process):
 class Resuming(Beside[_Coming]):
     """The parked part of one resume."""
 
-    def __init__(
-        self,
-        work: Work,
-        members: Sequence[Member],
-        shims: dict[int, Shim],
-        others: Sequence[tuple[Member, Shim]] = (),
-    ):
+    def __init__(self, work: Work, parked: Sequence[Connected], others: Sequence[Connected] = ()):
         super().__init__(work, others)
-        mine = [(m, shims[m.pid]) for m in members if m.pid in shims]
-        self._parts = [_Coming(m, shim, arena_of(self._residents, m, shim)) for m, shim in mine]
+        self._parts = [_Coming(m, shim, arena_of(self._residents, m, shim)) for m, shim in parked]
         self._bytes = sum(p.bytes for part in self._parts for p in part.layout)
 
     def prepare(self) -> None:

@@ -28,7 +28,7 @@ from limosa.operation.journal import Journal, Member, Noted, Phase, added_up
 from limosa.operation.parked import shares
 from limosa.operation.parked.aside import arena_of, find_arena, parts_of
 from limosa.operation.parked.calls import each
-from limosa.operation.parked.carrier import Beside, Process
+from limosa.operation.parked.carrier import Beside, Connected, Process
 from limosa.operation.parked.holders import ARENA, Held, LostMemory, aside_key, key_of
 from limosa.operation.parked.parkable import connected
 from limosa.operation.parked.pieces import export
@@ -111,9 +111,9 @@ class Saving(Beside[_Part]):
     def __init__(
         self,
         work: Work,
-        awake: Sequence[tuple[Member, Shim]],
-        asleep: Sequence[tuple[Member, Shim]] = (),
-        others: Sequence[tuple[Member, Shim]] = (),
+        awake: Sequence[Connected],
+        asleep: Sequence[Connected] = (),
+        others: Sequence[Connected] = (),
         *,
         folder: int,
         chunk: int = USUAL_CHUNK,

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from limosa.operation.journal import Member
-from limosa.operation.parked.carrier import Beside, Process
+from limosa.operation.parked.carrier import Beside, Connected, Process
 from limosa.operation.work import Work
-from limosa.parking.shim import Shim
 
 
 class Still(Beside[Process]):
@@ -22,7 +20,7 @@ class Still(Beside[Process]):
         stays: of a suspend, or an image: the driver still has them when the memory of others has arrived.
     """
 
-    def __init__(self, work: Work, others: Sequence[tuple[Member, Shim]], *, stays: bool):
+    def __init__(self, work: Work, others: Sequence[Connected], *, stays: bool):
         super().__init__(work, others)
         self._stays = stays
 

@@ -13,7 +13,7 @@ from limosa.operation import counting
 from limosa.operation.arena import arena_cap
 from limosa.operation.journal import Member
 from limosa.operation.parked.aside import Copy, Layout, Placed, copy_all, laid_out
-from limosa.operation.parked.carrier import Beside, Process
+from limosa.operation.parked.carrier import Beside, Connected, Process
 from limosa.operation.parked.holders import Held, aside_key
 from limosa.operation.parked.pieces import export
 from limosa.operation.parked.stranded import let_arena_go
@@ -53,14 +53,13 @@ class Suspending(Beside[_Going]):
     def __init__(
         self,
         work: Work,
-        members: Sequence[Member],
-        shims: dict[int, Shim],
-        others: Sequence[tuple[Member, Shim]] = (),
+        parked: Sequence[Connected],
+        others: Sequence[Connected] = (),
         release: Release = Release.ALL,
     ):
         super().__init__(work, others)
         self._alone = release == Release.MEMORY_ONLY
-        self._parts = [_Going(m, shims[m.pid]) for m in members if m.pid in shims]
+        self._parts = [_Going(member, shim) for member, shim in parked]
 
     def prepare(self) -> None:
         counted = gpus.inventory()

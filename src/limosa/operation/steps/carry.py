@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from limosa.errors import CannotBeMoved, LimosaError, NoRoomOnGpu, NoRoomOnHost, NoSuchProcess, Reason
 from limosa.gpu import State
 from limosa.operation import estimate
 from limosa.operation.holding import Grew, refuse_growth
-from limosa.operation.journal import Member
 from limosa.operation.parked import recovering
 from limosa.operation.parked.aside import aside_shims
+from limosa.operation.parked.carrier import Connected
 from limosa.operation.parked.moving import Moving
 from limosa.operation.parked.parkable import held_still, shims_of
 from limosa.operation.parked.resuming import Resuming
@@ -19,7 +21,6 @@ from limosa.operation.steps.driver import pids
 from limosa.operation.steps.on_gpus import OnGpus
 from limosa.operation.turns import COME, GO
 from limosa.parking.protocol import Stand
-from limosa.parking.shim import Shim
 from limosa.process.identity import ending
 from limosa.progress import Progress
 from limosa.terms import Release
@@ -67,21 +68,21 @@ class Prepare(_Carried):
             return
         op.work.progress(Progress(self.name, message="memory on the other side"))
         if op.verb.takes_back:
-            op.carrier = Resuming(op.work, op.members, shims, others)
+            op.carrier = Resuming(op.work, shims, others)
             op.carrier.prepare()
         else:
             self._prepare(op, shims, others)
         if op.carrier is not None:
             op.work.parked_bytes = op.carrier.bytes
 
-    def _prepare(self, op: OnGpus, shims: dict[int, Shim], others: Others) -> None:
+    def _prepare(self, op: OnGpus, shims: Sequence[Connected], others: Sequence[Connected]) -> None:
         """For a move or a suspend; where it fails the driver does it, but for what it would lose (CannotBeMoved)."""
         work, members = op.work, op.members
-        pieces = {pid: shim.memories() for pid, shim in shims.items()}
-        came_so = any(piece.imported for own in pieces.values() for piece in own)
-        carrier: Suspending | Moving = Moving(work, members, shims, others)
+        pieces = [piece for _, shim in shims for piece in shim.memories()]
+        came_so = any(piece.imported for piece in pieces)
+        carrier: Suspending | Moving = Moving(work, shims, others)
         if op.verb.sets_aside:
-            carrier = Suspending(work, members, shims, others, op.release)
+            carrier = Suspending(work, shims, others, op.release)
         op.carrier = carrier
         try:
             carrier.prepare()
@@ -101,11 +102,11 @@ class Prepare(_Carried):
             if came_so:
                 text = f"its memory came by the parked way, which is not open now ({error}); the driver would lose it"
                 raise CannotBeMoved(detail=text) from error
-            size = sum(piece.bytes for own in pieces.values() for piece in own if not piece.shared)
+            size = sum(piece.bytes for piece in pieces if not piece.shared)
             cost = op.verb.by_the_driver(members, size)
             text = f"the parked way is not open ({error}): the driver carries the memory, {cost}"
             work.warnings.append(Reason(id="driver-way", text=text))
-            op.carrier = Still(work, _others(op, {}), stays=op.verb.sets_aside)
+            op.carrier = Still(work, _others(op, []), stays=op.verb.sets_aside)
 
     def release(self, op: OnGpus) -> None:
         """Vault and mover release what they held for the way back, and the connections to the job are closed."""
@@ -208,25 +209,21 @@ class Open(_Carried):
         return Finished("every gate is open: finished", "running")
 
 
-Others = list[tuple[Member, Shim]]
-"""Members that are held still alone, with connections, which the caller closes."""
-
-
-def _others(op: OnGpus, shims: dict[int, Shim]) -> Others:
+def _others(op: OnGpus, shims: Sequence[Connected]) -> Sequence[Connected]:
     """Those besides whose gates are to close, or were closed by a suspend; none where the driver has no part in it."""
     if not op.by_driver:
         return []
     was, stand = (State.CHECKPOINTED, Stand.CLOSED) if op.verb.takes_back else (State.RUNNING, Stand.OPEN)
     try:
-        return held_still([m for m in op.members if m.was == was], stand, but=shims)
+        return held_still([m for m in op.members if m.was == was], stand, but={m.pid for m, _ in shims})
     except BaseException:
-        for shim in shims.values():
+        for _, shim in shims:
             shim.close()
         raise
 
 
-def _shims(op: OnGpus) -> dict[int, Shim]:
-    """Connections to those whose memory is carried, by pid; the caller closes them."""
+def _shims(op: OnGpus) -> Sequence[Connected]:
+    """Connections to those whose memory is carried; the caller closes them."""
     if op.verb.takes_back:
         return aside_shims([m for m in op.members if m.was == State.CHECKPOINTED or m.away])
     return shims_of([m for m in op.members if m.was == State.RUNNING and (op.verb.sets_aside or m.changes_gpu)])
