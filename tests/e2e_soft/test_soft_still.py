@@ -57,8 +57,9 @@ def test_without_that_the_job_ends(strict: Any) -> None:
     assert job.reap() == -11
 
 
-def test_small_memory_is_moved_suspended_and_resumed(strict: Any) -> None:
-    job = start(strict, *MOST)
+@pytest.mark.parametrize("more", [[], ["--jax"]], ids=["", "jax"])
+def test_small_memory_is_moved_suspended_and_resumed(strict: Any, more: list[str]) -> None:
+    job = start(strict, *MOST, *more)
     said = strict.says(0, "", "move", job.pid, "--to", 1)
     assert said["way"] == "driver"
     assert stand(job) is Stand.OPEN

@@ -75,7 +75,7 @@ def note_full(planned: Sequence[Prepared]) -> None:
     if not short or any(r.id == "gpu-room" for p in planned for r in p.reasons):
         return
     for prepared in planned:
-        if imported or not all(p.driver_can for p in planned):
+        if imported or not all(p.driver_fits for p in planned):
             hint = "limosa suspend, then limosa resume --to or --map: through host memory"
             text = f"the parked way needs room for both copies ({short}), and the driver cannot carry the memory"
             prepared.reasons.append(Reason(id="gpu-room", text=text, exit_code=14, hint=hint))

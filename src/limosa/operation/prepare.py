@@ -22,7 +22,6 @@ from limosa.operation.results import Plan
 from limosa.operation.rules import as_reason, driver_fits, judge
 from limosa.operation.step import Shape, Verb
 from limosa.operation.work import Clock
-from limosa.process import hazards
 from limosa.process.identity import Identity, refuse_ancestor
 from limosa.process.observe import JobObservation
 from limosa.terms import Release
@@ -45,7 +44,6 @@ class Prepared(msgspec.Struct, kw_only=True):
     rate: float | None = None  # bytes a second of a checkpoint, while the job runs
     output: str = ""  # of a checkpoint, as it was named
     driver_fits: bool = True  # host memory would take what the shim looks after as well, by the driver
-    needs_gate: bool = False  # a process of it would ask the driver while it is checkpointed, and end by that
     small: set[int] = msgspec.field(default_factory=set)  # processes that have left the driver no large allocation
     # of NCCL's, as the shims say
     comms: asking.Communicators = msgspec.field(default_factory=asking.Communicators)
@@ -58,11 +56,6 @@ class Prepared(msgspec.Struct, kw_only=True):
     def states(self) -> set[str]:
         """The states of its members before the operation."""
         return {m.was for m in self.members}
-
-    @property
-    def driver_can(self) -> bool:
-        """Whether the driver could carry what the shim looks after, where the parked way is not open."""
-        return self.driver_fits and not self.needs_gate
 
     @property
     def shape(self) -> Shape:
@@ -126,8 +119,6 @@ def look(which: Job, ask: Ask, driver: gpu.Driver, clock: Clock | None = None) -
     facts = gather(which, ask, driver, clock)
     reasons = judge(facts, ask, clock)
     members, observation = facts.members, facts.observation
-    pids = {m.pid for m in members}
-    asks_on = any(hazards.asks_on(p) for p in observation.processes if p.pid in pids)
     return Prepared(
         verb=ask.verb,
         job=which,
@@ -141,7 +132,6 @@ def look(which: Job, ask: Ask, driver: gpu.Driver, clock: Clock | None = None) -
         parked=facts.parked_bytes,
         release=ask.release,
         driver_fits=facts.busy or not ask.verb.goes or driver_fits(facts, ask),
-        needs_gate=bool(members) and not facts.busy and "jax" not in ask.force and asks_on,
         small=facts.parked.small,
         comms=facts.comms,
         busy=facts.busy,

@@ -135,7 +135,7 @@ def gpus_and_driver(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
 def seen_from_outside(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
     """What ``/proc`` shows of what the driver cannot bring back."""
     members, known = facts.members, facts.parked.known
-    calm = [pid for pid, size in facts.parked.bytes.items() if size]
+    calm = [*known]  # the shim's gate holds them still
     if not ask.verb.image:  # who is checkpointed has been at risk until now, and is after a resume no more
         calm += [m.pid for m in members if m.was == State.CHECKPOINTED]
     branch = facts.inventory.driver_major if facts.inventory is not None else None
@@ -154,9 +154,6 @@ def seen_from_outside(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
     found = [
         msgspec.structs.replace(r, hint=hint) if r.id.startswith("nccl-") and r.pid in silent else r for r in found
     ]
-    # JAX under the shim that has nothing to park: that its gate is enough then was not seen on a GPU yet.
-    hint = "it has no memory that can be parked: try again once it computes"
-    found = [msgspec.structs.replace(r, hint=hint) if r.id == "jax" and r.pid in known else r for r in found]
     # What an adapter knew of memory was lost when that was taken away: there is nothing left to keep by refusing.
     return [r for r in found if r.id != "rdma" or ask.verb.goes]
 

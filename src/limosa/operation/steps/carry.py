@@ -94,7 +94,7 @@ class Prepare(_Carried):
             for member in members:
                 if ending(member.pid):  # nothing else is in the way
                     raise NoSuchProcess(pid=member.pid) from error
-            alone = not op.by_driver or not all(p.driver_can for p in op.prepared)
+            alone = not op.by_driver or not all(p.driver_fits for p in op.prepared)
             if alone or isinstance(error, (CannotBeMoved, NoRoomOnHost)):
                 raise
             if came_so and isinstance(error, NoRoomOnGpu):

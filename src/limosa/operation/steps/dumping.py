@@ -251,12 +251,11 @@ class Dumping(OnGpus):
             if isinstance(error, ShimError) and isinstance(error.__cause__, TimeoutError):
                 detail, hint = f"{error}: it does not answer", "try again; a stopped one has to go on first"
                 raise FailedUndone(what="checkpoint", detail=detail, hint=hint) from error
-            if isinstance(error, FailedUndone) and (found.only_so or not self.job.driver_can):
+            if isinstance(error, FailedUndone) and (found.only_so or not self.job.driver_fits):
                 hint = "try again; limosa doctor looks at the mover and the vault"
                 raise FailedUndone(what="checkpoint", detail=str(error), hint=hint) from error
-            if self.job.needs_gate or found.only_so:
-                text = f"its device memory cannot be written the parked way ({error}), and "
-                text += "on the driver's JAX would end" if self.job.needs_gate else "the driver would lose it"
+            if found.only_so:
+                text = f"its device memory cannot be written the parked way ({error}), and the driver would lose it"
                 raise CannotBeMoved(detail=text) from error
             shut = f"the parked way is not open ({error})"
             if not self.job.driver_fits:

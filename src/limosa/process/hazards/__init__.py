@@ -5,7 +5,7 @@ from outside, or that will be different afterwards.
 """
 
 from limosa.process.hazards.common import common_hazards
-from limosa.process.hazards.cuda import asks_on, cuda_hazards, has_nccl, is_rank, late_ranks
+from limosa.process.hazards.cuda import cuda_hazards, has_nccl, is_rank, late_ranks
 from limosa.process.hazards.descriptors import SEMAPHORE_LIMIT, renamed_files
 from limosa.process.hazards.dump import GHOST_LIMIT, CheckpointNeeds, checkpoint_hazards, checkpoint_needs
 from limosa.process.memory import memory_hazards
@@ -14,7 +14,6 @@ __all__ = [
     "GHOST_LIMIT",
     "SEMAPHORE_LIMIT",
     "CheckpointNeeds",
-    "asks_on",
     "checkpoint_hazards",
     "checkpoint_needs",
     "common_hazards",

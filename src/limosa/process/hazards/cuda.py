@@ -205,7 +205,7 @@ def _rdma(holders: list[ProcessObservation]) -> Iterator[Reason]:
             )
 
 
-def asks_on(process: ProcessObservation) -> bool:
+def _asks_on(process: ProcessObservation) -> bool:
     """Return whether it goes on asking the driver about its work while it is checkpointed: it computes with JAX."""
     return process.has_libcuda and any(_JAX.search(mapping.path) for mapping in process.maps)
 
@@ -213,7 +213,7 @@ def asks_on(process: ProcessObservation) -> bool:
 def _jax(holders: Iterable[ProcessObservation]) -> Iterator[Reason]:
     """Synchronises and queries of a checkpointed process do not wait: libcuda segfaults (measured with driver 580)."""
     for process in holders:
-        if asks_on(process):
+        if _asks_on(process):
             yield Reason(
                 id="jax",
                 text=f"process {process.title} computes with JAX, which keeps asking the driver about its work: if it "
