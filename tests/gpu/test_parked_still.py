@@ -38,10 +38,11 @@ def stand(job: Job) -> Stand:
         return shim.hello().stand
 
 
-def acts(prover: Prover, job: Job, to: int | None, act: Callable[[], Any]) -> None:
+def acts(prover: Prover, job: Job, to: int | None, act: Callable[[], Any], way: str = "driver") -> None:
     """The driver carries it, its gate is open afterwards, it goes on there."""
     result = prover.acts(job, act, None, 0)
-    assert getattr(result, "way", "driver") == "driver", result
+    assert result is not None
+    assert getattr(result, "way", way) == way, result
     assert stand(job) is Stand.OPEN
     assert to is None or on(job.pid) == {to}
     prover.record["moves"] += 1
@@ -72,21 +73,23 @@ def test_moved_put_aside_and_on_disk_and_brought_back(
     prover: Prover, images: Path, argv: list[str], env: dict[str, str]
 ) -> None:
     job = prover.start(argv, env)
-    assert sum(one["parked"] for one in job.shims().values()) == 0
+    parked = sum(one["parked"] for one in job.shims().values())
+    assert parked == 0 or env, job.shims()
+    way = "parked" if parked else "driver"
     for _ in range(2):
         if OTHER:
-            acts(prover, job, OTHER, lambda: operation.move(job.pid, to=str(OTHER), timeout=60)[0].result)
+            acts(prover, job, OTHER, lambda: operation.move(job.pid, to=str(OTHER), timeout=60)[0].result, way)
         operation.suspend(job.pid, timeout=60)
-        assert stand(job) is Stand.CLOSED
+        assert stand(job) is (Stand.AWAY if parked else Stand.CLOSED)
         stood = job.steps()
         time.sleep(3)
         assert job.steps() == stood
-        acts(prover, job, 0, lambda: operation.resume(job.pid, to="0", timeout=60)[0].result)
-    acts(prover, job, None, lambda: operation.checkpoint(job.pid, images / "copy", leave_running=True))
+        acts(prover, job, 0, lambda: operation.resume(job.pid, to="0", timeout=60)[0].result, way)
+    acts(prover, job, None, lambda: operation.checkpoint(job.pid, images / "copy", leave_running=True), way)
     for to in (OTHER, 0):
         image = images / f"last{to}"
         operation.checkpoint(job.pid, image)
-        acts(prover, job, to, lambda image=image, to=to: operation.restore(image, to=str(to)))
+        acts(prover, job, to, lambda image=image, to=to: operation.restore(image, to=str(to)), way)
     prover.twins_agree(job)
 
 
@@ -97,18 +100,13 @@ def test_what_has_no_room_beside_itself_is_swapped_by_the_driver(
     prover: Prover, filler: Callable[..., Filler], jax: bool
 ) -> None:
     """Two jobs whose memory could be parked change places; others have taken the rest of both GPUs."""
-    large = [*STILL, "--kind", "large", "--mib", "1024"]
+    large = [*STILL, "--kind", "large", "--mib", "5900" if jax else "2048"]  # JAX takes 4 % of the GPU
     job = prover.start(JAX if jax else large, ONE, alone=True)
     folder = prover.folder / "other"
-    other = Job(
-        prover.limosa,
-        folder,
-        [word.replace("FOLDER", str(folder)) for word in large],
-        {"CUDA_VISIBLE_DEVICES": "1"},
-        shim=True,
-    )
+    words = [word.replace("FOLDER", str(folder)) for word in large]
+    other = Job(prover.limosa, folder, words, {"CUDA_VISIBLE_DEVICES": "1"}, shim=True)
     other.until(lambda: other.steps() > 10, 60, "steps")
-    others = filler()
+    others = filler(leave=1 << 30)
     others.fill(0, 1)
     for here in (1, 0, 1, 0):
         acts(prover, job, here, lambda: operation.move([job.pid, other.pid], swap=True, timeout=90)[0].result)

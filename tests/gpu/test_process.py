@@ -103,13 +103,14 @@ def test_a_job_rotates_over_all_gpus_and_back(stamping, ways, gpus):
 
 def test_a_job_on_two_gpus_swaps_them_and_swaps_back(stamping, ways, gpus):
     victim = stamping("--gb", 0.1, "--two-gpus")
-    assert on(victim.pid) == {0, 1}
+    here = on(victim.pid)
+    assert here >= {0, 1}
     for process in ways(victim.pid):
         process.lock()
         process.checkpoint()
-        process.restore(moved(gpus, victim.pid, {0: 1, 1: 0}, {0, 1}))
+        process.restore(moved(gpus, victim.pid, {0: 1, 1: 0}, here))
         process.unlock()
-        assert on(victim.pid) == {0, 1}
+        assert on(victim.pid) == here
         victim.goes_on()
     victim.finish()
 
