@@ -51,6 +51,17 @@ def test_a_static_program_runs_without_it(library: Path, compiled: Callable[...,
     assert says(library, compiled("mapped.c", "-static")) == (0, "not mapped\n", "")
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [("address", "-static-libasan"), ("thread", "-static-libtsan"), ("thread",), ("undefined",), ("leak",)],
+    ids="-".join,
+)
+def test_a_program_with_a_sanitizer(library: Path, compiled: Callable[..., Path], flags: tuple[str, ...]) -> None:
+    """Its own strcmp, or dl_iterate_phdr, cannot be called when it first asks dlsym: for the real one."""
+    kind, *more = flags
+    assert says(library, compiled("mapped.c", f"-fsanitize={kind}", *more)) == (0, "mapped\n", "")
+
+
 def test_it_needs_nothing_that_another_c_library_lacks(library: Path) -> None:
     """A loader that does not find a symbol of a preloaded library ends the program: what only glibc has is weak."""
     said = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True).stdout

@@ -16,8 +16,26 @@
 typedef void *dlsym_function(void *, const char *);
 typedef void *dlvsym_function(void *, const char *, const char *);
 
+#pragma weak _r_debug
+
 /* Jumped to by the stubs below. */
 __attribute__((visibility("hidden"))) void *shim_real_dlsym, *shim_real_dlvsym;
+
+/* Until the real dlsym is known none of the C library's functions is called: a program may have its own of that name, and be
+ * asking for the real one (AddressSanitizer, linked statically). */
+static const char *past(const char *text, const char *with)
+{
+    while (*with && *text == *with)
+        text++, with++;
+    return *with ? NULL : text;
+}
+
+static bool is_same(const char *text, const char *other)
+{
+    const char *rest = past(text, other);
+
+    return rest && !*rest;
+}
 
 struct wanted {
     const char *symbol;
@@ -48,18 +66,13 @@ struct tables {
     } data, calls;
 };
 
-static struct tables tables_of(const struct dl_phdr_info *info)
+static struct tables tables_at(uintptr_t base, const ElfW(Dyn) * dynamic)
 {
-    const ElfW(Dyn) *dynamic = NULL;
     struct tables found = {0};
 
-    for (int i = 0; i < info->dlpi_phnum; i++)
-        if (info->dlpi_phdr[i].p_type == PT_DYNAMIC)
-            dynamic = (void *)(info->dlpi_addr + info->dlpi_phdr[i].p_vaddr);
     for (; dynamic && dynamic->d_tag != DT_NULL; dynamic++) {
         /* The loader has made these addresses absolute (glibc), or not (others). */
-        uintptr_t at = dynamic->d_un.d_ptr < info->dlpi_addr ? info->dlpi_addr + dynamic->d_un.d_ptr
-                                                             : dynamic->d_un.d_ptr;
+        uintptr_t at = dynamic->d_un.d_ptr < base ? base + dynamic->d_un.d_ptr : dynamic->d_un.d_ptr;
         if (dynamic->d_tag == DT_SYMTAB)
             found.symbols = (void *)at;
         else if (dynamic->d_tag == DT_STRTAB)
@@ -80,24 +93,37 @@ static struct tables tables_of(const struct dl_phdr_info *info)
     return found;
 }
 
-/* Looks one library's exported symbols through. */
-static int look(struct dl_phdr_info *info, size_t size, void *data)
+static const ElfW(Dyn) * dynamic_of(const struct dl_phdr_info *info)
 {
-    struct wanted *wanted = data;
-    const char *name = strrchr(info->dlpi_name, '/');
+    for (int i = 0; i < info->dlpi_phnum; i++)
+        if (info->dlpi_phdr[i].p_type == PT_DYNAMIC)
+            return (void *)(info->dlpi_addr + info->dlpi_phdr[i].p_vaddr);
+    return NULL;
+}
 
-    (void)size;
-    name = name ? name + 1 : info->dlpi_name;
-    if (!wanted->anywhere && strncmp(name, "libc.so", 7) && strncmp(name, "libdl.so", 8))
-        return 0;
-    if (is_ours(info))
-        return 0;
-    struct tables tables = tables_of(info);
+static struct tables tables_of(const struct dl_phdr_info *info)
+{
+    return tables_at(info->dlpi_addr, dynamic_of(info));
+}
+
+/* Looks one library's exported symbols through. */
+static bool look(const char *path, uintptr_t base, const ElfW(Dyn) * dynamic, struct wanted *wanted)
+{
+    const char *name = path;
+
+    for (const char *at = path; *at; at++)
+        if (*at == '/')
+            name = at + 1;
+    if (!wanted->anywhere && !past(name, "libc.so") && !past(name, "libdl.so"))
+        return false;
+    if (dynamic == _DYNAMIC) /* we are */
+        return false;
+    struct tables tables = tables_at(base, dynamic);
     const ElfW(Sym) *symbols = tables.symbols;
     const char *strings = tables.strings;
     const uint32_t *gnu = tables.gnu, *sysv = tables.sysv;
     if (!symbols || !strings)
-        return 0;
+        return false;
     uint32_t n = 0;
     if (sysv)
         n = sysv[1];
@@ -114,11 +140,28 @@ static int look(struct dl_phdr_info *info, size_t size, void *data)
     }
     for (uint32_t i = 0; i < n; i++)
         if (symbols[i].st_shndx != SHN_UNDEF && symbols[i].st_value
-            && !strcmp(strings + symbols[i].st_name, wanted->symbol)) {
-            wanted->found = (void *)(info->dlpi_addr + symbols[i].st_value);
-            return 1;
+            && is_same(strings + symbols[i].st_name, wanted->symbol)) {
+            wanted->found = (void *)(base + symbols[i].st_value);
+            return true;
         }
-    return 0;
+    return false;
+}
+
+static int look_at_one(struct dl_phdr_info *info, size_t size, void *data)
+{
+    (void)size;
+    return look(info->dlpi_name, info->dlpi_addr, dynamic_of(info), data);
+}
+
+/* The loader's own list, where it tells it (glibc): a program may have its own dl_iterate_phdr, too (ThreadSanitizer). */
+static void look_at_all(struct wanted *wanted)
+{
+    const struct link_map *at = &_r_debug ? _r_debug.r_map : NULL;
+
+    if (!at)
+        dl_iterate_phdr(look_at_one, wanted);
+    while (at && !look(at->l_name, at->l_addr, at->l_ld, wanted))
+        at = at->l_next;
 }
 
 struct looked {
@@ -206,11 +249,11 @@ __attribute__((constructor(101))) static void find_begin(void)
 
     if (shim_real_dlsym)
         return;
-    dl_iterate_phdr(look, &sym);
-    dl_iterate_phdr(look, &vsym);
+    look_at_all(&sym);
+    look_at_all(&vsym);
     if (!sym.found) {
         sym.anywhere = true;
-        dl_iterate_phdr(look, &sym);
+        look_at_all(&sym);
     }
     shim_real_dlvsym = vsym.found;
     shim_real_dlsym = sym.found;
