@@ -193,6 +193,7 @@ def main() -> None:
     parser.add_argument("--waits", action="store_true", help="be that child")
     parser.add_argument("--still", action="store_true", help="compute, and change nothing")
     parser.add_argument("--jax", action="store_true", help="a library of JAX's mapped, by its name")
+    parser.add_argument("--multicast", action="store_true", help="try to take part in NVLink multicast")
     parser.add_argument("--spin", action="store_true", help="a kernel that does not end")
     parser.add_argument("--synchronises", action="store_true", help="a thread that waits for the GPU all the time")
     parser.add_argument("--small-child", action="store_true", help="a child with nothing that can be parked")
@@ -230,6 +231,8 @@ def main() -> None:
         child = subprocess.Popen([*own, "--mib", "1", "--synchronises"], stdout=subprocess.DEVNULL)
     if options.partner:
         child = subprocess.Popen([*own, "--waits"], stdout=subprocess.DEVNULL)
+    if options.multicast:
+        cu.cuMulticastAddDevice(0, options.gpu)  # these GPUs have none
     if options.synchronises:
         threading.Thread(target=synchronise, args=(held[0],), daemon=True).start()
     if options.spin:

@@ -121,6 +121,17 @@ def test_jax_waits_at_the_gate_whoever_carries_its_memory(parked: Any) -> None:
     jax.finish()
 
 
+def test_who_has_used_multicast_is_refused_where_the_driver_would_checkpoint_it(parked: Any) -> None:
+    job = start(parked, "--multicast")
+    for words in (["move", job.pid, "--to", 1], ["checkpoint", job.pid, "--output", parked.place / "image"]):
+        parked.says(13, "multicast", *words)
+    parked.says(0, "", "suspend", job.pid, "--release", "memory-only")
+    parked.says(0, "", "resume", job.pid)
+    assert parked.says(0, "", "move", job.pid, "--to", 1, "--force=multicast")["way"] == "parked"
+    job.goes_on(2)
+    job.finish()
+
+
 def test_jax_without_the_shim_is_refused_while_it_runs(parked: Any) -> None:
     job = parked.job("--jax")
     for words in (["move", job.pid, "--to", 1], ["suspend", job.pid], ["checkpoint", job.pid, "--output", "/tmp/x"]):

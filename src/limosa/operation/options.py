@@ -48,6 +48,7 @@ FORCEABLE = frozenset(
         "mount-namespace",
         "mps",
         "mps-server",
+        "multicast",
         "nccl-newer",
         "nccl-ranks",
         "nccl-beside",

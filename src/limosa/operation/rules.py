@@ -76,7 +76,7 @@ def gpus_of_containers(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]
 def what_shims_say(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
     """Memory of which the library in the job knows that the driver could not bring it back."""
     by_driver = ask.verb.goes and ask.release == Release.ALL  # else the driver checkpoints nothing
-    found = [r for r in facts.parked.reasons if by_driver or r.id != "given-up"]
+    found = [r for r in facts.parked.reasons if by_driver or r.id not in ("given-up", "multicast")]
     # What NCCL shares between ranks goes with their communicators; it is looked for again when those are closed.
     return [r for r in found if r.id not in ("cuda-ipc", "imported-memory") or r.pid not in facts.comms.pids]
 

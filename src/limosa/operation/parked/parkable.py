@@ -12,7 +12,7 @@ from limosa.errors import CannotBeMoved, LimosaError, Reason
 from limosa.operation import claims, counting, idle
 from limosa.operation.journal import Member
 from limosa.operation.parked import shares
-from limosa.parking.answers import Hello, Memory
+from limosa.parking.answers import Called, Hello, Memory
 from limosa.parking.protocol import Stand
 from limosa.parking.shim import ANSWER_SECONDS, Shim, under_shim
 from limosa.process.memory import two
@@ -113,6 +113,7 @@ def ask(members: Sequence[Member], *, software: bool) -> Parkable:
                 counts = shim.counts()
                 found += _left_to_others(member, counts, all_of[member.pid])
                 found += _given_up(member, refused=shim.refused)
+                found += _multicast(member, shim.called())
                 if sum(counts[kind][1] for kind in ("pool", "managed", "failed", "foreign", "array")) < LARGE:
                     small.add(member.pid)
                 # What several processes have is there once.
@@ -183,6 +184,23 @@ def _given_up(member: Member, *, refused: bool) -> list[Reason]:
     )
     hint = "let it write its own checkpoint and start it again; limosa suspend --release=memory-only works"
     return [Reason(id="given-up", text=text, exit_code=13, hint=hint, pid=member.pid)]
+
+
+def _multicast(member: Member, called: Sequence[Called]) -> list[Reason]:
+    """A process with NVLink multicast, or that had it: whether the driver has forgotten it nobody was seen to try.
+
+    Every process that takes part adds its GPU to the object, whoever made it.
+    """
+    if not any(one.called and one.name == "cuMulticastAddDevice" for one in called):
+        return []
+    text = (
+        f"process {member.pid} has used NVLink multicast (NCCL's NVLS, PyTorch's symmetric memory): the driver cannot "
+    )
+    text += "checkpoint its memory, and may hang"
+    hint = (
+        "start it with NCCL_NVLS_ENABLE=0 and TORCH_SYMM_MEM_DISABLE_MULTICAST=1; --force=multicast if you can lose it"
+    )
+    return [Reason(id="multicast", text=text, exit_code=13, hint=hint, pid=member.pid, forceable=True)]
 
 
 def _left_to_others(member: Member, counts: Mapping[str, tuple[int, int]], pieces: Sequence[Memory]) -> list[Reason]:
