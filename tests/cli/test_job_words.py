@@ -12,6 +12,7 @@ import pytest
 from limosa.cli import words
 from limosa.cli.on_jobs import _line, _plan_text, refused
 from limosa.cli.verify import _text as _verified
+from limosa.containers.find import Container
 from limosa.errors import NoSuchImage, Reason, Refused, UnknownGpu
 from limosa.gpu import Gpu, Inventory, find_gpu
 from limosa.image.verify import FileCheck, VerifyResult
@@ -178,3 +179,12 @@ def test_no_guess_where_nothing_is_like_it(inside, typed):
     ran = inside(*typed.split())
     assert ran.returncode == 2
     assert "did you mean" not in ran.stderr
+
+
+def test_an_id_that_somebody_has_chosen_is_meant_as_a_whole() -> None:
+    chosen = Container(runtime="runc", id="train-2")
+    assert not chosen.is_meant("train")
+    assert chosen.is_meant("train-2")
+    made = Container(runtime="podman", id="3f2a91" + 58 * "0", name="train")
+    assert [made.is_meant(word) for word in ("3f", "3f2", "tra", "train")] == [False, True, False, True]
+    assert (chosen.short, made.short) == ("train-2", "3f2a91000000")

@@ -144,6 +144,35 @@ def test_jax_without_the_shim_is_refused_while_it_runs(parked: Any) -> None:
     job.finish()
 
 
+def test_what_came_by_the_parked_way_is_counted_beside_a_larger_context(soft: Any) -> None:
+    """Else a move would begin that has no room, and the driver loses a process that it cannot restore."""
+    node = soft(memory="1GiB", rates={"context_bytes": 200 << 20})
+    job = start(node, "--mib", 100)
+    before = held(node, job)
+    for to in (1, 0):
+        assert node.says(0, "", "move", job.pid, "--to", to)["way"] == "parked"
+        assert held(node, job) == before
+    other = node.job("--mib", 350, "--gpu", 1)
+    node.says(14, "gpu-room", "move", job.pid, "--to", 1)  # 274 MiB are left there, and a job of 300 is to come
+    other.finish()
+    job.goes_on(2)
+    job.finish()
+
+
+def held(node: Any, job: Any) -> int:
+    (found,) = [one for one in node.limosa("ps", "-o", "json").json["jobs"] if one["pid"] == job.pid]
+    return sum(gpu["memory_used"] for gpu in found["gpus"])
+
+
+def test_what_the_driver_would_have_cost_is_told_as_planned(soft: Any) -> None:
+    node = soft(memory="3GiB")
+    job = start(node, "--mib", 800)
+    planned = node.limosa("plan", "move", job.pid, "--to", 1, "-o", "json").json
+    assert planned["other"]["pause_seconds"] > planned["estimate"]["pause_seconds"] + 0.1
+    assert node.says(0, "", "move", job.pid, "--to", 1)["other"] == planned["other"]
+    job.finish()
+
+
 def test_jobs_that_change_places_on_full_gpus(parked: Any) -> None:
     """Both copies have no room at once: the driver carries them where it can, and where not it is said before."""
     one, other = start(parked, "--mib", 280), start(parked, "--mib", 280, "--gpu", 1)

@@ -13,26 +13,24 @@ A, B = "GPU-a", "GPU-b"
 
 
 @pytest.mark.parametrize(
-    ("counted", "own", "imported", "software", "held", "beside"),
+    ("counted", "own", "imported", "held", "beside"),
     [
-        # A real GPU: what was imported comes on top of what NVML says, whatever else the driver carries.
-        (CONTEXT + 4000 * MIB, 4000 * MIB, 0, False, CONTEXT + 4000 * MIB, CONTEXT),
-        (CONTEXT, 0, 4000 * MIB, False, CONTEXT + 4000 * MIB, CONTEXT),
-        (CONTEXT + 5000 * MIB, 0, 4000 * MIB, False, CONTEXT + 9000 * MIB, CONTEXT + 5000 * MIB),
-        (CONTEXT + 64 * MIB, 64 * MIB, 4000 * MIB, False, CONTEXT + 4064 * MIB, CONTEXT),
+        # What was imported comes on top of what NVML says, whatever else the driver carries.
+        (CONTEXT + 4000 * MIB, 4000 * MIB, 0, CONTEXT + 4000 * MIB, CONTEXT),
+        (CONTEXT, 0, 4000 * MIB, CONTEXT + 4000 * MIB, CONTEXT),
+        (CONTEXT + 5000 * MIB, 0, 4000 * MIB, CONTEXT + 9000 * MIB, CONTEXT + 5000 * MIB),
+        (CONTEXT + 64 * MIB, 64 * MIB, 4000 * MIB, CONTEXT + 4064 * MIB, CONTEXT),
         # NVML tells no figure, or not yet: what the shim says is there all the same.
-        (1, 96 * MIB, 0, False, 96 * MIB, 0),
-        # A software GPU counts it for its maker: the mover's, or the process's own that came back to it.
-        (8 * MIB, 0, 96 * MIB, True, 104 * MIB, 8 * MIB),
-        (104 * MIB, 0, 96 * MIB, True, 104 * MIB, 8 * MIB),
-        (104 * MIB, 96 * MIB, 0, True, 104 * MIB, 8 * MIB),
+        (1, 96 * MIB, 0, 96 * MIB, 0),
+        # A context larger than what was imported is no sign that NVML counts that.
+        (CONTEXT, 0, 400 * MIB, CONTEXT + 400 * MIB, CONTEXT),
     ],
 )
 def test_what_is_held_and_what_the_driver_carries(
-    counted: int, own: int, imported: int, software: bool, held: int, beside: int
+    counted: int, own: int, imported: int, held: int, beside: int
 ) -> None:
-    assert counting.held(counted, own, imported, software=software) == held
-    assert counting.beside(counted, own, imported, software=software) == beside
+    assert counting.held(counted, own, imported) == held
+    assert counting.beside(counted, own, imported) == beside
 
 
 def test_by_gpu() -> None:

@@ -38,6 +38,7 @@ _KINDS = {
     "nerdctl": "containerd",
 }
 _POD = re.compile(r".*pod[0-9a-f]{8}[-_][0-9a-f_-]{27}(?:\.slice)?", re.ASCII)
+_DIGITS = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _MANAGERS = {"libpod": "podman", "cri-o": "cri-o"}
 _NAMES = ("io.kubernetes.cri.container-name", "io.kubernetes.container.name", "nerdctl/name")
 _PODS = ("io.kubernetes.cri.sandbox-name", "io.kubernetes.pod.name", "io.kubernetes.cri-o.PodName")
@@ -57,8 +58,8 @@ class Container(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def short(self) -> str:
-        """The id as runtimes show it."""
-        return self.id[:_SHORT]
+        """The id as runtimes show it: what somebody has chosen as a whole."""
+        return self.id[:_SHORT] if _DIGITS.fullmatch(self.id) else self.id
 
     @property
     def called(self) -> str:
@@ -66,9 +67,14 @@ class Container(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.runtime}:{self.name or self.short}"
 
     def is_meant(self, word: str) -> bool:
-        """Whether that is its name, its pod's with the name, or the beginning of its id."""
+        """Whether that is its name, its pod's with the name, its id, or the beginning of one that a runtime has made.
+
+        With runc and ctr people choose ids: ``train`` is not ``train-2``.
+        """
         names = {self.name, f"{self.pod}/{self.name}", f"{self.namespace}/{self.pod}/{self.name}", self.id}
-        return word in names - {"", "/", "//"} or (len(word) > 2 and self.id.startswith(word))
+        return word in names - {"", "/", "//"} or (
+            len(word) > 2 and self.id.startswith(word) and _DIGITS.fullmatch(self.id) is not None
+        )
 
 
 class _Named(msgspec.Struct):

@@ -118,7 +118,9 @@ def _destination_reasons(options: Options, prepared: Prepared) -> list[Reason]:
         reasons.append(Reason(id="permission", text=f"not permitted to write in {output.parent}", exit_code=11))
     if problem:
         text = f"an image there could not be restored later: {problem}"
-        reasons.append(Reason(id="untrusted-place", text=text))
+        reasons.append(
+            Reason(id="untrusted-place", text=text, hint="let nobody else write there, or choose another folder")
+        )
     if passes:
         text = f"{output.parent} is in memory (tmpfs): the image would be gone with the next boot"
         reasons.append(Reason(id="image-in-memory", text=text, hint="copy it to a disk, if it is to last"))

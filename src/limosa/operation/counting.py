@@ -1,7 +1,7 @@
 """What a process holds on a GPU, and how much of it the driver carries: NVML's figure and the shim's together.
 
 NVML counts imported memory (it came by the parked way, or was given back after an undone one) for nobody: seen on two
-H200 with driver 580. Software GPUs count it for the process that made it, which may be the same process.
+H200 with driver 580.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ def by_gpu(devices: Sequence[str], pieces: Iterable[Memory]) -> dict[str, tuple[
     return found
 
 
-def held(counted: int, own: int, imported: int, *, software: bool) -> int:
+def held(counted: int, own: int, imported: int) -> int:
     """Bytes that a process holds on a GPU: NVML's figure, made one with what its shim has made and has imported."""
-    counts_all = software and counted >= own + imported
-    return counted if counts_all else max(counted, own) + imported
+    return max(counted, own) + imported
 
 
-def beside(counted: int, own: int, imported: int, *, software: bool) -> int:
+def beside(counted: int, own: int, imported: int) -> int:
     """Bytes of it that the driver carries where the shim's go the parked way."""
-    return held(counted, own, imported, software=software) - own - imported
+    return held(counted, own, imported) - own - imported
 
 
 def note_beside(inventory: Inventory, member: Member, devices: Sequence[str], pieces: Iterable[Memory]) -> None:
@@ -50,8 +49,7 @@ def note_beside(inventory: Inventory, member: Member, devices: Sequence[str], pi
     """
     parts = by_gpu(devices, pieces)
     member.beside = {
-        uuid: beside(size, *parts.get(uuid, (0, 0)), software=inventory.software)
-        for uuid, size in inventory.held({member.pid}).items()
+        uuid: beside(size, *parts.get(uuid, (0, 0))) for uuid, size in inventory.held({member.pid}).items()
     }
 
 
@@ -64,7 +62,7 @@ def completed(found: Inventory) -> Inventory:
             parts[pid] = by_gpu(shim.devices(), [m for m in shim.memories() if not (m.shared or m.away or m.owner)])
 
     def used(p: GpuProcess, uuid: str) -> GpuProcess:
-        size = held(p.memory_used, *parts.get(p.pid, {}).get(uuid, (0, 0)), software=found.software)
+        size = held(p.memory_used, *parts.get(p.pid, {}).get(uuid, (0, 0)))
         return msgspec.structs.replace(p, memory_used=size)
 
     gpus = [msgspec.structs.replace(gpu, processes=[used(p, gpu.uuid) for p in gpu.processes]) for gpu in found.gpus]

@@ -90,7 +90,7 @@ def gather(which: Job, ask: Ask, driver: gpu.Driver, clock: Clock) -> Facts:
         except (InvalidMap, UsageError) as error:  # what the job is does not depend on where it is to go
             facts.nowhere = error
         if not facts.busy:  # its shims listen to whoever works on it
-            facts.parked = parkable.ask(members, software=facts.inventory.software)
+            facts.parked = parkable.ask(members)
             facts.comms = asking.ask(members)
             if facts.nowhere is None:
                 facts.arena = aside.ask(verb, members, ask.release)

@@ -96,4 +96,6 @@ def weigh_again(work: Work, comes: bool, members: Sequence[Member]) -> None:
             work.claim.save()  # before looking, as in ``claims.make``: others look as well
             short = room.shortage(inventory, members, work.id, vacated=room.held_now(members))
             if short:
-                raise NoRoomOnGpu(detail=short, hint="something has changed since it was looked at: limosa gpus")
+                raise NoRoomOnGpu(
+                    detail=short, hint="somebody, or the mover's own context, has taken room meanwhile: limosa gpus"
+                )

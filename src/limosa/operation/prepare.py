@@ -18,7 +18,7 @@ from limosa.operation.container_plan import Boxed
 from limosa.operation.facts import Ask, gather
 from limosa.operation.jobs import Job
 from limosa.operation.journal import Member, common_state
-from limosa.operation.results import Plan
+from limosa.operation.results import OtherWay, Plan
 from limosa.operation.rules import as_reason, driver_fits, judge
 from limosa.operation.step import Shape, Verb
 from limosa.operation.work import Clock
@@ -49,6 +49,7 @@ class Prepared(msgspec.Struct, kw_only=True):
     comms: asking.Communicators = msgspec.field(default_factory=asking.Communicators)
     busy: bool = False  # another operation, of a living process, works on it
     done: bool = False  # it is as the verb wants it already
+    other: OtherWay | None = None  # what the driver would cost, of what is parked; told before that is taken away
     box: Boxed | None = None  # of a checkpoint: the container that the job is
     nowhere: bool = False  # where it is to go makes no sense, so it cannot be there already
 

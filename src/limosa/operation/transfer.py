@@ -12,7 +12,7 @@ from limosa.operation import container_gpus, idle, room
 from limosa.operation.estimate import device_bytes
 from limosa.operation.holding import refuse_stale
 from limosa.operation.prepare import Prepared
-from limosa.operation.results import JobResult
+from limosa.operation.results import JobResult, OtherWay
 from limosa.operation.step import run
 from limosa.operation.steps.on_gpus import OnGpus
 from limosa.operation.work import Work
@@ -38,6 +38,8 @@ def transfer(work: Work, prepared: Sequence[Prepared]) -> None:
         check=check,
     )
     refuse_stale(work, prepared)
+    for one in prepared:
+        one.other = verb.other_way(one.shape) if one.parked else None
     run(verb, op)
     if verb.comes:
         for one in prepared:
@@ -63,10 +65,17 @@ def result_of(work: Work, prepared: Prepared, *, already: bool = False, of_two: 
         bytes=0 if already else max(parked, device_bytes(prepared.members)),
         already=already,
         way="" if already else Route.PARKED if parked else Route.DRIVER,
-        other=None if already else verb.other_way(msgspec.structs.replace(prepared.shape, parked=parked)),
+        other=None if already else _other_way(prepared, parked),
         release="" if verb.comes else prepared.release,
         warnings=[*work.warnings, *prepared.warnings()],
     )
+
+
+def _other_way(prepared: Prepared, parked: int) -> OtherWay | None:
+    """What the way that was not taken would have cost; of what was parked that was told beforehand."""
+    if parked and prepared.other is not None:
+        return prepared.other
+    return prepared.verb.other_way(msgspec.structs.replace(prepared.shape, parked=parked))
 
 
 def _state_after(prepared: Prepared) -> str:

@@ -158,7 +158,7 @@ class Mover(Resident):
         try:
             said = understood(answer, protocol.Refusal, WHO)
             if said.result == "CUDA_ERROR_OUT_OF_MEMORY" and said.error is not None:
-                raise NoRoomOnGpu(detail="the destination filled up while memory was made there")
+                raise NoRoomOnGpu(detail="a GPU has no room left for the copy, or for the mover's own context")
             if said.error is not None:
                 raise FailedUndone(f"the mover: {said.error}")
         except BaseException:

@@ -161,12 +161,15 @@ void *block_hold(int fd)
     return holder;
 }
 
-void block_let_go(void *holder, uint64_t id)
+void block_let_go(void *holder, uint64_t id, bool ours)
 {
     if (!holder)
         return;
     munmap(holder, HOLDER_BYTES);
-    node_dropped(id);
+    if (ours)
+        node_disowned(id);
+    else
+        node_dropped(id);
 }
 
 int block_take(int gpu, size_t bytes, enum node_kind kind, CUdeviceptr address, uint64_t *id, void **holder)

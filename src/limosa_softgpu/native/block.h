@@ -19,9 +19,9 @@ int block_take(int gpu, size_t bytes, enum node_kind kind, CUdeviceptr address, 
 /* Map a block, by a descriptor or by its id while somebody holds it. 0 or -errno. */
 int block_map_fd(int fd, size_t bytes, CUdeviceptr address, int protection);
 int block_map(uint64_t id, size_t bytes, CUdeviceptr address, int protection);
-/* Keep a block alive without a descriptor: the holder, NULL with errno. Let go: */
+/* Keep a block alive without a descriptor: the holder, NULL with errno. Let go (ours: we have made it): */
 void *block_hold(int fd);
-void block_let_go(void *holder, uint64_t id);
+void block_let_go(void *holder, uint64_t id, bool ours);
 /* A new descriptor of a block that somebody holds, -errno. It holds the block as well. */
 int block_open(uint64_t id);
 /* Put an inaccessible reservation where a block was mapped. */

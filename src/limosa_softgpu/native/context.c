@@ -74,7 +74,7 @@ static CUresult claim(struct context *context, int gpu)
 static void release(struct context *context)
 {
     driver_lock();
-    block_let_go(context->holder, context->block);
+    block_let_go(context->holder, context->block, true);
     context->holder = NULL;
     context->block = 0;
     driver_unlock();

@@ -271,16 +271,29 @@ void node_reap(bool locked)
     node_unlock(lock);
 }
 
-void node_dropped(uint64_t id)
+static void dropped(uint64_t id, bool disowned)
 {
     struct node_state *node = node_open();
     int place = (int)(id % NODE_MAX_BLOCKS);
     int lock = node ? node_lock() : -1;
     if (lock < 0)
         return;
-    if (place < node_blocks(node) && node->blocks[place].id == id)
+    if (place < node_blocks(node) && node->blocks[place].id == id) {
+        if (disowned)
+            node->blocks[place].pid = 0;
         reap_place(node, place);
+    }
     node_unlock(lock);
+}
+
+void node_dropped(uint64_t id)
+{
+    dropped(id, false);
+}
+
+void node_disowned(uint64_t id)
+{
+    dropped(id, true);
 }
 
 static uint64_t used(const struct node_state *node, int gpu)
@@ -546,6 +559,8 @@ static pid_t innermost_pid(const char *process)
 static pid_t maker_of(const struct node_block *block, uint64_t own_namespace)
 {
     pid_t found = 0;
+    if (!block->pid) /* disowned */
+        return 0;
     if (!block->pid_namespace || block->pid_namespace == own_namespace)
         return node_same_start(node_start_time(block->pid), block->start_time) ? block->pid : 0;
     DIR *processes = opendir("/proc");
@@ -591,7 +606,7 @@ int node_processes(int gpu, struct node_process *found, int room)
             }
             bytes += its->bytes;
         }
-        /* Memory may outlive its maker, held by whoever imported it: nobody of that name is there then. */
+        /* Memory may outlive its maker, held by whoever imported it. */
         pid_t pid = seen ? 0 : maker_of(block, own_namespace);
         if (!pid)
             continue;

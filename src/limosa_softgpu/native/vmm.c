@@ -140,7 +140,7 @@ static void memory_drop_unused(struct memory *memory)
 {
     if (memory->references || memory->mappings)
         return;
-    block_let_go(memory->holder, memory->block);
+    block_let_go(memory->holder, memory->block, !memory->imported);
     memory_remove(memory);
 }
 

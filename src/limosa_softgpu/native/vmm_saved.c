@@ -196,7 +196,7 @@ void vmm_release(void)
             block_unmap(mapping->piece.start, mapping->piece.bytes, mapping->memory->block);
     }
     for (size_t i = 0; i < vmm_n_memories; i++) {
-        block_let_go(vmm_memories[i]->holder, vmm_memories[i]->block);
+        block_let_go(vmm_memories[i]->holder, vmm_memories[i]->block, !vmm_memories[i]->imported);
         if (vmm_memories[i]->holder)
             vmm_memories[i]->before = vmm_memories[i]->block;
         vmm_memories[i]->holder = NULL;

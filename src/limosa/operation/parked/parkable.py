@@ -90,7 +90,7 @@ class Parkable(msgspec.Struct):
     small: set[int] = set()  # those of them that have left the driver no large allocation
 
 
-def ask(members: Sequence[Member], *, software: bool) -> Parkable:
+def ask(members: Sequence[Member]) -> Parkable:
     """Asks the shims of a job what they look after; fills in what NVML does not count as the processes'.
 
     Memory that came by the parked way was made by somebody else: NVML does not know it as the process's, and the driver
@@ -122,8 +122,8 @@ def ask(members: Sequence[Member], *, software: bool) -> Parkable:
                 total[member.pid] = sum(m.bytes for m in pieces)
                 for uuid, parts in counting.by_gpu(devices, pieces).items():
                     counted = member.held.get(uuid, 0)
-                    member.beside[uuid] = counting.beside(counted, *parts, software=software)
-                    member.held[uuid] = counting.held(counted, *parts, software=software)
+                    member.beside[uuid] = counting.beside(counted, *parts)
+                    member.held[uuid] = counting.held(counted, *parts)
         for pid, text in shares.outside(shims, all_of):
             hint = "name the process that all of them descend from"
             found.append(Reason(id="shared-memory", text=text, exit_code=13, hint=hint, pid=pid))
