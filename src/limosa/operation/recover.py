@@ -54,6 +54,8 @@ from limosa.operation.results import Recovered
 from limosa.operation.step import Left
 from limosa.operation.verbs import verb_of
 from limosa.parking.patience import Patience
+from limosa.parking.shim import under_shim
+from limosa.process.identity import Identity
 from limosa.process.limits import many_descriptors
 from limosa.process.records import SuspendRecord
 from limosa.process.runtime import remove_half_written
@@ -124,17 +126,22 @@ def _everything(
                 claim.release()
             did = "would remove" if dry_run else "removed"
             found.append(Recovered(kind="record", id=claim.id, operation=claim.operation, did=f"{did} a stale claim"))
-        found += open_left(_state_of, dry_run=dry_run)
+        hung: dict[int, int] = {}
+        found += open_left(lambda pid: _state_of(pid, hung), dry_run=dry_run)
     for folder in folders:
         found += _unfinished_in(Path(folder), dry_run, list(found))
 
 
 _patience = Patience(12.0)
+MOST_HUNG = 3
+"""Calls of which a user has the driver not come back, and each a worker: then it is asked of his no more."""
 
 
-def _state_of(pid: int) -> gpu.State | None:
+def _state_of(pid: int, hung: dict[int, int]) -> gpu.State | None:
     """What the driver says of a process of anybody's, for which it is not waited for long."""
     uid, begun = uids_of(pid)[0], time.monotonic()
+    if hung.get(uid, 0) >= MOST_HUNG:
+        raise FailedUndone(f"it did not answer for others of user {uid}, and was not asked again")
     try:
         with drivers.using(None) as driver:
             with contextlib.suppress(NoCudaState):  # it was seen to say so once of one that has some
@@ -143,6 +150,7 @@ def _state_of(pid: int) -> gpu.State | None:
     except NoCudaState:
         return None
     except DriverHung:
+        hung[uid] = hung.get(uid, 0) + 1
         _patience.waited(uid, time.monotonic() - begun)
         raise
 
@@ -300,11 +308,19 @@ def _failed(dead: Journal, error: Exception) -> Recovered:
     text = str(error)
     if dead.began(Noted.JOIN):
         text += "; the job is where it was to go, and waits. Nothing is lost: mend that, and run it again"
-    elif living := [root.pid for root in dead.header.roots if root.alive()]:
+    elif living := [root.pid for root in dead.header.roots if root.alive() and not _goes_on(dead, root)]:
         pids = " ".join(map(str, living))
         text += "; mend that, and run it again. A job that the driver refuses each time is lost: "
         text += f"end the job (kill -KILL {pids}): recover exits with 40 as long as it lives"
     return entry_of(dead, did="could not bring it back", state="unknown", error=text, exit_code=code)
+
+
+def _goes_on(dead: Journal, root: Identity) -> bool:
+    """Whether this job of several has let go: all of it is under the shim, and every gate is open."""
+    members = [m for m in dead.header.members if (m.root or m.pid) == root.pid]
+    with contextlib.suppress(LimosaError):
+        return bool(members) and all(under_shim(m.pid) for m in members) and not any_waits(members)
+    return False
 
 
 def _lost(error: BaseException | None) -> holders.LostMemory | None:

@@ -235,6 +235,10 @@ class Shim:
             raise PermissionError(errno.EACCES, f"process {pid} of user {uid} has its name")
         return uid if uid in users else users[0]  # what root brought back from an image listens as root
 
+    def is_kept(self) -> None:
+        """It is not only looked at from here on: each question has its own limit, and no more."""
+        self._within, self._user = None, -1
+
     def hello(self) -> Hello:
         """Return where it stands."""
         return self._understood(Verb.HELLO, answers.hello, self._ask(Verb.HELLO))
@@ -330,7 +334,8 @@ class Shim:
 
     def bulk(self, bytes_: int) -> int:
         """Have memory ready for what the driver saves itself (0: none); returns what it asked for the last time."""
-        return min(self._ask(Verb.BULK, bytes_, limit=WORK_SECONDS + bytes_ / SLOWEST_TOUCH).c, MOST_BYTES)
+        limit = WORK_SECONDS + bytes_ / SLOWEST_TOUCH if bytes_ else None
+        return min(self._ask(Verb.BULK, bytes_, limit=limit).c, MOST_BYTES)
 
     def keep(self, fds: Sequence[int] = ()) -> None:
         """Have the process itself hold descriptors while its memory is away; none: let go of those.

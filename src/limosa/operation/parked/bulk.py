@@ -44,21 +44,24 @@ class Bulk:
 
     def prepare(self) -> None:
         """Have it made, while the jobs run; as much as there is room for, none where a shim does not answer."""
-        wanted: list[tuple[Shim, int]] = []
-        room = _room(self._members)
-        for member in self._members:
-            shim = self._shim(member)
-            if shim is None:
-                continue
+        wanted: dict[int, int] = {}
+        shims = {member.pid: shim for member in self._members if (shim := self._shim(member)) is not None}
+
+        def one(member: Member, shim: Shim) -> None:
             with contextlib.suppress(LimosaError):
                 goes = member.pid in self._shims and member.pid not in self._whole
                 parked = shim.hello().bytes if goes else 0
                 asked = min(shim.bulk(0), member.bytes + MOST_BESIDE)  # it may have been the application's
-                bytes_ = min(max(asked, member.bytes - parked), max(0, room))
-                if bytes_ >= LEAST:
-                    wanted.append((shim, bytes_))
-                    room -= bytes_
-        together([partial(_ask, shim, bytes_) for shim, bytes_ in wanted])
+                wanted[member.pid] = max(asked, member.bytes - parked)
+
+        together([partial(one, member, shims[member.pid]) for member in self._members if member.pid in shims])
+        room, calls = _room(self._members), []
+        for pid, most in sorted(wanted.items()):
+            bytes_ = min(most, max(0, room))
+            if bytes_ >= LEAST:
+                calls.append(partial(_ask, shims[pid], bytes_))
+                room -= bytes_
+        together(calls)
 
     @property
     def pids(self) -> set[int]:
@@ -72,9 +75,7 @@ class Bulk:
 
     def let_go(self) -> None:
         """The driver has what it needs: what is left of it is let go of, and our own connections with it."""
-        for shim in (*self._shims.values(), *self._own.values()):
-            with contextlib.suppress(LimosaError):
-                shim.bulk(0)
+        together([partial(_ask, shim, 0) for shim in (*self._shims.values(), *self._own.values())])
         for shim in self._own.values():
             shim.close()
         self._own.clear()

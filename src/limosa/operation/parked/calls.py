@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from limosa.errors import NoSuchProcess
 from limosa.operation.journal import Member
@@ -36,12 +37,24 @@ def each(calls: Sequence[tuple[Member, Callable[[], object]]]) -> None:
     """
     failed: list[BaseException] = []
     for member, call in calls:
-        try:
-            call()
-        except NoSuchProcess:
-            continue
-        except BaseException as error:
-            if member.identity.alive() and not has_gone(member.pid):
-                failed.append(error)
+        _do(member, call, failed)
     if failed:
         raise failed[0]
+
+
+def each_at_once(calls: Sequence[tuple[Member, Callable[[], object]]]) -> None:
+    """The same side by side: one that takes its time keeps no other waiting."""
+    failed: list[BaseException] = []
+    together([partial(_do, member, call, failed) for member, call in calls])
+    if failed:
+        raise failed[0]
+
+
+def _do(member: Member, call: Callable[[], object], failed: list[BaseException]) -> None:
+    try:
+        call()
+    except NoSuchProcess:
+        pass
+    except BaseException as error:
+        if member.identity.alive() and not has_gone(member.pid):
+            failed.append(error)

@@ -21,7 +21,7 @@ from limosa.operation import driver_steps
 from limosa.operation.background import Background
 from limosa.operation.journal import Member, Noted, Phase
 from limosa.operation.parked import gates, shares
-from limosa.operation.parked.calls import each, together
+from limosa.operation.parked.calls import each, each_at_once, together
 from limosa.operation.parked.gates import Gates, open_whole
 from limosa.operation.parked.holders import Held, key_of
 from limosa.operation.parked.pieces import put_back
@@ -198,8 +198,10 @@ class Beside(Carrier, Generic[P]):
         shares.refuse_outside({pid: shim for pid, shim in self.shims.items() if pid not in of_others}, of_others)
 
     def _all_home(self) -> None:
-        homes = [(part.member, partial(self._home, part)) for part in self._parts]
-        each([*homes, *((other.member, partial(self._opened, other)) for other in self._others)])
+        try:  # there is nothing to bring back to these
+            each_at_once([(other.member, partial(self._opened, other)) for other in self._others])
+        finally:
+            each([(part.member, partial(self._home, part)) for part in self._parts])
 
     def _forget(self) -> None:
         """Has vault and mover let go; one that was killed has."""

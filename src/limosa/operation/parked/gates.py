@@ -16,7 +16,7 @@ from limosa.errors import FailedUndone, LimosaError, NoSuchProcess, NotFinished,
 from limosa.gpu import State
 from limosa.operation import claims
 from limosa.operation.journal import Member, Noted, Phase
-from limosa.operation.parked.calls import each, together
+from limosa.operation.parked.calls import each, each_at_once, together
 from limosa.operation.results import Recovered
 from limosa.operation.work import Clock, Work
 from limosa.parking.protocol import Stand
@@ -72,7 +72,7 @@ class Gates:
                 shim.open_gate()
 
         try:
-            each([(member, partial(one, shim)) for member, shim in parts])
+            each_at_once([(member, partial(one, shim)) for member, shim in parts])
         except LimosaError as error:
             raise gate_was_opened(self._work.operation, str(error)) from error
 

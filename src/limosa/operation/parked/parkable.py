@@ -69,10 +69,10 @@ def hello_of(member: Member) -> tuple[Shim, Hello] | None:
     """
     shim: Shim | None = None
     try:
-        with Shim(member.identity, whole=ANSWER_SECONDS) as first:  # a user can have us wait so often, and no more
-            first.hello()
-        shim = Shim(member.identity)
-        return shim, shim.hello()
+        shim = Shim(member.identity, whole=ANSWER_SECONDS)  # a user can have us wait so often, and no more
+        said = shim.hello()
+        shim.is_kept()
+        return shim, said
     except LimosaError as error:
         if shim is not None:
             shim.close()
