@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ import pytest
 from limosa.cli import words
 from limosa.cli.on_jobs import _line, _plan_text, refused
 from limosa.cli.verify import _text as _verified
-from limosa.containers.find import Container
-from limosa.errors import NoSuchImage, Reason, Refused, UnknownGpu
+from limosa.containers.find import Container, Containers
+from limosa.errors import NoSuchImage, NoSuchProcess, Reason, Refused, UnknownGpu, UsageError
 from limosa.gpu import Gpu, Inventory, find_gpu
 from limosa.image.verify import FileCheck, VerifyResult
 from limosa.operation.results import Estimate, JobResult, OtherWay, Plan
@@ -188,3 +189,16 @@ def test_an_id_that_somebody_has_chosen_is_meant_as_a_whole() -> None:
     made = Container(runtime="podman", id="3f2a91" + 58 * "0", name="train")
     assert [made.is_meant(word) for word in ("3f", "3f2", "tra", "train")] == [False, True, False, True]
     assert (chosen.short, made.short) == ("train-2", "3f2a91000000")
+
+
+def test_a_word_that_may_be_several_containers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("limosa.containers.find.states", list)
+    here, me = Containers(), Identity.of(os.getpid())
+    ids = {"3f2a" + 60 * "0": "train", "3f2b" + 60 * "0": "tune"}
+    here._known = {f"/{id_}": [Container(runtime="podman", id=id_, name=name, init=me)] for id_, name in ids.items()}
+    with pytest.raises(UsageError, match=r"3f2 may be several containers: podman:train .*, podman:tune"):
+        here.meant("3f2")
+    assert here.meant("3f2a").name == "train"
+    assert here.meant("tune", "podman").name == "tune"
+    with pytest.raises(NoSuchProcess):
+        here.meant("train", "docker")

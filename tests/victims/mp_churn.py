@@ -10,11 +10,16 @@ if __name__ == "__main__":
     own_semaphores()
     context = multiprocessing.get_context("spawn")
 
+    done = threading.Event()
+
     def churn():
-        while True:
+        while not done.is_set():
             lock = context.Lock()
             time.sleep(0.01)
             del lock
 
-    threading.Thread(target=churn, daemon=True).start()
+    thread = threading.Thread(target=churn, daemon=True)
+    thread.start()
     loop()
+    done.set()  # one that ends in the middle leaves a name that multiprocessing warns of
+    thread.join()

@@ -194,12 +194,10 @@ def _multicast(member: Member, called: Sequence[Called]) -> list[Reason]:
     if not any(one.called and one.name == "cuMulticastAddDevice" for one in called):
         return []
     text = (
-        f"process {member.pid} has used NVLink multicast (NCCL's NVLS, PyTorch's symmetric memory): the driver cannot "
+        f"process {member.pid} has used NVLink multicast (NCCL's NVLS, PyTorch's symmetric memory): "
+        "the driver cannot checkpoint its memory, and may hang"
     )
-    text += "checkpoint its memory, and may hang"
-    hint = (
-        "start it with NCCL_NVLS_ENABLE=0 and TORCH_SYMM_MEM_DISABLE_MULTICAST=1; --force=multicast if you can lose it"
-    )
+    hint = "start it with NCCL_NVLS_ENABLE=0 and TORCH_SYMM_MEM_DISABLE_MULTICAST=1; --force it if you can lose it"
     return [Reason(id="multicast", text=text, exit_code=13, hint=hint, pid=member.pid, forceable=True)]
 
 
