@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,3 +76,20 @@ def test_a_user_has_few_questions_hang(monkeypatch: pytest.MonkeyPatch) -> None:
         recover._state_of(os.getpid(), hung)
     assert len(asked) == recover.MOST_HUNG
     assert time.monotonic() - begun < 1
+
+
+@pytest.mark.parametrize(
+    ("shims", "waits", "goes_on"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_recover_names_no_job_that_goes_on(
+    member: Member, monkeypatch: pytest.MonkeyPatch, shims: bool, waits: bool, goes_on: bool
+) -> None:
+    """It changed places with one that does not answer: who ends both would lose it."""
+    monkeypatch.setattr(recover, "under_shim", lambda _: shims)
+    monkeypatch.setattr(recover, "any_waits", lambda _: waits)
+    dead = SimpleNamespace(
+        header=SimpleNamespace(roots=[member.identity], members=[member]), close=lambda: None, began=lambda *_: False
+    )
+    monkeypatch.setattr(recover, "entry_of", lambda _, **fields: SimpleNamespace(**fields))
+    said = recover._failed(dead, FailedUndone("it does not answer")).error
+    assert (f"kill -KILL {member.pid}" in said) is not goes_on
