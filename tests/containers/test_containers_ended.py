@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -239,12 +240,12 @@ def test_a_task_whose_container_is_gone_is_in_the_way_as_long_as_it_lives(desk: 
     desk.back().goes_on()
 
 
-@each("podman-restore", "podman-checkpoint")
+@each("podman-restore", "podman-layer", "podman-checkpoint")
 def test_one_whose_files_podman_has_removed_is_removed(desk: Desk, word: str) -> None:
     """podman that was killed then says nothing of it but that it has it."""
     one = desk.job()
     one.goes_on()
-    if word == "restore":
+    if word != "checkpoint":
         desk.checkpoint(one)
         killed_at_the_end(desk, "restore", desk.image(), program=KILLED_AS_IT_CAME_BACK)
         ends(desk.back())
@@ -254,9 +255,14 @@ def test_one_whose_files_podman_has_removed_is_removed(desk: Desk, word: str) ->
         thaw(freezer_of(one))
         ends(one)
     stored = desk.runtime.place / "graph" / "overlay-containers" / "containers.json"
-    assert one.name in stored.read_text()
-    stored.write_text("[]")
-    assert "container not known" in desk.runtime("container", "inspect", one.name, rc=125).stderr
+    (noted,) = [each for each in json.loads(stored.read_text()) if one.name in each["names"]]
+    if word == "layer":
+        layers = desk.runtime.place / "graph" / "overlay-layers" / "layers.json"
+        layers.write_text(json.dumps([each for each in json.loads(layers.read_text()) if each["id"] != noted["layer"]]))
+    else:
+        stored.write_text("[]")
+    said = desk.runtime("container", "inspect", one.name, rc=125).stderr
+    assert ("layer not known" if word == "layer" else "container not known") in said
     desk.says(10, "checkpoint", desk.called(one), "--output", desk.image("another"))
     recovered(desk)
     only_in_its_image(desk)

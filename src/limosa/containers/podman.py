@@ -49,7 +49,7 @@ _NETWORKS = (MACHINES, "none")
 _ID = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _NEVER_RAN = ("created", "configured", "initialized")
 _IN_USE = "already in use"  # a name, or an id
-_HALF_REMOVED = "container not known"  # a podman rm was killed: its storage does not have it any more
+_HALF_REMOVED = ("container not known", "layer not known")  # a podman rm was killed: its storage has not all of it
 _NO_ADDRESS = ("is already allocated", "not in any subnet")  # as netavark and podman say it
 _HINT = "--name: under another name it gets another address"
 _ANY_ADDRESS = ("", "0.0.0.0", "::", "[::]")  # noqa: S104 - what podman notes
@@ -145,7 +145,7 @@ class Podman(Runtime):
                 return None
             state = self._state(word)
             lives = state is not None and alive(Identity(state.pid, state.start_time))
-            if _HALF_REMOVED in said.why and not lives:
+            if any(words in said.why for words in _HALF_REMOVED) and not lives:
                 return Contained(id=word, name=word, init=None, ran=False, removed=True)
             raise FailedUndone(what="podman container inspect", detail=said.why)
         try:
