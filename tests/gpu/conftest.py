@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from op_support import ONE_GPU, do, filler, images, touched  # noqa: F401 - fixtures of test_op_*.py
+from proofs import Prover
 
 from limosa.errors import GpuUnavailable
 from limosa.gpu import Driver, Inventory, LockResult, Process, State, inventory
@@ -46,6 +47,12 @@ def driver() -> Iterator[Driver]:
     """One worker for all tests, as a long-lived controller has it."""
     with Driver() as made:
         yield made
+
+
+@pytest.fixture
+def prover(limosa: Callable[..., Any], tmp_path: Path, gpus: Inventory, request: pytest.FixtureRequest) -> Prover:
+    """Proves one job; named by the test."""
+    return Prover(limosa, tmp_path, [gpu.uuid for gpu in gpus.gpus[:2]], request.node.name)
 
 
 @pytest.fixture

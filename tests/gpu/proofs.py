@@ -218,6 +218,14 @@ class Prover:
             job.until(lambda job=job: job.steps() > 10, limit, "steps")
         return self.jobs[0]
 
+    def beside(self, argv: Sequence[str], env: dict[str, str] | None = None) -> Job:
+        """Starts one that is no twin of anybody's, and waits until it computes."""
+        folder = self.folder / "other"
+        words = [word.replace("FOLDER", str(folder)) for word in argv]
+        other = Job(self.limosa, folder, words, env or {}, shim=True)
+        other.until(lambda: other.steps() > 10, 120, "steps")
+        return other
+
     def acts(self, job: Job, act: Callable[[], Any], where: Sequence[str] | None, least: int) -> Any:
         """Does one thing to the job, looks where its memory is then, waits until it has gone on."""
         since = time.monotonic()

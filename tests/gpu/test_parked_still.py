@@ -27,12 +27,6 @@ ONE = {"CUDA_VISIBLE_DEVICES": "0"}
 POOL = ONE | {"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async"}
 
 
-@pytest.fixture
-def prover(limosa: Callable[..., Any], tmp_path: Path, gpus: Inventory, request: pytest.FixtureRequest) -> Prover:
-    """Proves one job; named by the test."""
-    return Prover(limosa, tmp_path, [gpu.uuid for gpu in gpus.gpus[:2]], request.node.name)
-
-
 def stand(job: Job) -> Stand:
     with Shim(Identity.of(job.pid)) as shim:
         return shim.hello().stand
@@ -102,10 +96,7 @@ def test_what_has_no_room_beside_itself_is_swapped_by_the_driver(
     """Two jobs whose memory could be parked change places; others have taken the rest of both GPUs."""
     large = [*STILL, "--kind", "large", "--mib", "5900" if jax else "2048"]  # JAX takes 4 % of the GPU
     job = prover.start(JAX if jax else large, ONE, alone=True)
-    folder = prover.folder / "other"
-    words = [word.replace("FOLDER", str(folder)) for word in large]
-    other = Job(prover.limosa, folder, words, {"CUDA_VISIBLE_DEVICES": "1"}, shim=True)
-    other.until(lambda: other.steps() > 10, 60, "steps")
+    other = prover.beside(large, {"CUDA_VISIBLE_DEVICES": "1"})
     others = filler(leave=1 << 30)
     others.fill(0, 1)
     for here in (1, 0, 1, 0):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,11 @@ from proofs import VICTIMS, Job, Prover, first_difference
 
 from limosa import operation
 from limosa.errors import HeldByImport, Refused
-from limosa.gpu import Inventory, Process
+from limosa.gpu import Process
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_parked, pytest.mark.timeout(300, method="signal")]
 GB = 1 << 30
 TRAINING = [sys.executable, str(VICTIMS / "proof_torch.py"), "FOLDER", "--kind", "adamw", "--gb", "2"]
-
-
-@pytest.fixture
-def prover(limosa: Callable[..., Any], tmp_path: Path, gpus: Inventory, request: pytest.FixtureRequest) -> Prover:
-    """Proves one job; named by the test."""
-    return Prover(limosa, tmp_path, [gpu.uuid for gpu in gpus.gpus[:2]], request.node.name)
 
 
 def test_suspended_and_resumed_here_and_there(prover: Prover) -> None:
@@ -116,9 +109,7 @@ def test_a_job_that_was_moved_outlives_another_tools_checkpoint(prover: Prover) 
 def test_two_jobs_change_places(prover: Prover) -> None:
     """Both compute the same: the undisturbed twins of one are the other's, too."""
     job = prover.start(TRAINING)
-    folder = prover.folder / "other"
-    other = Job(prover.limosa, folder, [word.replace("FOLDER", str(folder)) for word in TRAINING], {}, shim=True)
-    other.until(lambda: other.steps() > 10, 120, "steps")
+    other = prover.beside(TRAINING)
     operation.move(other.pid, to="1", timeout=60)
     here = 0
     for _ in range(5):

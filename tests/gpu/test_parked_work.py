@@ -5,25 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from proofs import VICTIMS, Prover
-
-from limosa.gpu import Inventory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_parked, pytest.mark.timeout(500, method="signal")]
 GB = 1 << 30
 TURNS = int(os.environ.get("LIMOSA_PROOF_TURNS", "20"))
 TORCH = [sys.executable, str(VICTIMS / "proof_torch.py"), "FOLDER"]
-
-
-@pytest.fixture
-def prover(limosa: Callable[..., Any], tmp_path: Path, gpus: Inventory, request: pytest.FixtureRequest) -> Prover:
-    """Proves one job; named by the test."""
-    return Prover(limosa, tmp_path, [gpu.uuid for gpu in gpus.gpus[:2]], request.node.name)
 
 
 def torchrun() -> list[str]:

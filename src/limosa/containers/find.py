@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from limosa.containers.state import State, read, states
+from limosa.containers.state import MADE_ID, State, read, states
 from limosa.errors import NoSuchProcess, UsageError
 from limosa.process.cgroups import cgroup_mounts
 from limosa.process.identity import Identity
@@ -38,7 +38,6 @@ _KINDS = {
     "nerdctl": "containerd",
 }
 _POD = re.compile(r".*pod[0-9a-f]{8}[-_][0-9a-f_-]{27}(?:\.slice)?", re.ASCII)
-_DIGITS = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _MANAGERS = {"libpod": "podman", "cri-o": "cri-o"}
 _NAMES = ("io.kubernetes.cri.container-name", "io.kubernetes.container.name", "nerdctl/name")
 _PODS = ("io.kubernetes.cri.sandbox-name", "io.kubernetes.pod.name", "io.kubernetes.cri-o.PodName")
@@ -59,7 +58,7 @@ class Container(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def short(self) -> str:
         """The id as runtimes show it: what somebody has chosen as a whole."""
-        return self.id[:_SHORT] if _DIGITS.fullmatch(self.id) else self.id
+        return self.id[:_SHORT] if MADE_ID.fullmatch(self.id) else self.id
 
     @property
     def called(self) -> str:
@@ -73,7 +72,7 @@ class Container(msgspec.Struct, frozen=True, kw_only=True):
         """
         names = {self.name, f"{self.pod}/{self.name}", f"{self.namespace}/{self.pod}/{self.name}", self.id}
         return word in names - {"", "/", "//"} or (
-            len(word) > 2 and self.id.startswith(word) and _DIGITS.fullmatch(self.id) is not None
+            len(word) > 2 and self.id.startswith(word) and MADE_ID.fullmatch(self.id) is not None
         )
 
 

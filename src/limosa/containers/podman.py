@@ -32,7 +32,7 @@ from limosa.containers.runtime import (
     flags,
     living,
 )
-from limosa.containers.state import folders
+from limosa.containers.state import MADE_ID, folders
 from limosa.errors import FailedUndone
 from limosa.image import ContainerRecord
 from limosa.process.criu.lent import was_lent
@@ -46,7 +46,6 @@ ARCHIVE = "container.tar"
 """What podman's archive of a container is called among an image's files."""
 
 _NETWORKS = (MACHINES, "none")
-_ID = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _NEVER_RAN = ("created", "configured", "initialized")
 _IN_USE = "already in use"  # a name, or an id
 _HALF_REMOVED = ("container not known", "layer not known")  # a podman rm was killed: its storage has not all of it
@@ -322,10 +321,10 @@ class Podman(Runtime):
 
     def remove_made(self, word: str, bundle: str, operation: str) -> None:
         found = self.find(word)
-        if found is not None and (not operation or not _ID.fullmatch(word) or self._has_made(found, operation)):
+        if found is not None and (not operation or not MADE_ID.fullmatch(word) or self._has_made(found, operation)):
             self.remove(found.id)
         id_ = word if found is None else found.id
-        if _ID.fullmatch(id_) and self.find(id_) is None:
+        if MADE_ID.fullmatch(id_) and self.find(id_) is None:
             for folder in folders(self.notes):  # of a runc below it that was killed
                 if os.path.basename(folder) == "runc":
                     take_away(folder, id_)
@@ -362,7 +361,7 @@ class Podman(Runtime):
 
     def _remove_what_was_made(self, said: bytes) -> None:
         for word in said.decode(errors="replace").split():
-            if _ID.fullmatch(word.strip('",')):
+            if MADE_ID.fullmatch(word.strip('",')):
                 self.remove(word.strip('",'))
 
     def remove(self, id_: str, on_start: Callable[[Identity], None] = calls.nobody) -> None:
@@ -379,7 +378,7 @@ class Podman(Runtime):
 
 def _keeps_id(record: ContainerRecord, name: str) -> bool:
     """Whether a container is to have the address that it had: podman brings it back with its id and its name alone."""
-    return name == record.name and record.network == PRIVATE and _ID.fullmatch(record.id) is not None
+    return name == record.name and record.network == PRIVATE and MADE_ID.fullmatch(record.id) is not None
 
 
 def _rename_in_hosts(path: str, before: str, name: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import stat
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
@@ -31,6 +32,8 @@ _FOLDERS = (
 )
 OF_CONTAINERD = "/run/containerd/runc"
 """Where the shim of containerd has runc note its containers, in a folder for each namespace."""
+MADE_ID = re.compile(r"[0-9a-f]{64}", re.ASCII)
+"""An id that a runtime has made; with runc and ctr people choose them."""
 _T = TypeVar("_T")
 
 

@@ -243,11 +243,11 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True):
 
     def other_way(self, shape: Shape) -> OtherWay | None:
         """What the way that is not taken would cost; None where there is but one (memory alone is parked, or ranks)."""
-        if not shape.members or shape.away or shape.communicators:
+        if not shape.members or shape.away or shape.communicators or shape.release != Release.ALL:
             return None
         way = Route.DRIVER if shape.parked else Route.PARKED
         could = 0 if shape.parked else int(sum(map(beside_context, shape.members)))
-        cost = self.estimate(msgspec.structs.replace(shape, parked=could, release=Release.ALL))
+        cost = self.estimate(msgspec.structs.replace(shape, parked=could))
         return OtherWay(way=way, pause_seconds=cost.pause_seconds, seconds=cost.seconds)
 
     def plan(self, shape: Shape, reasons: Sequence[Reason], *, pid: int, name: str, done: bool = False) -> Plan:
@@ -264,7 +264,7 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True):
             map={a: b for m in members for a, b in m.map.items()},
             gpus=places(members) if self.comes or self.image else [],
             way=Route.PARKED if shape.parked else Route.DRIVER if members else Route.HOST,
-            other=None if done or shape.release != Release.ALL else self.other_way(shape),
+            other=None if done else self.other_way(shape),
             already=done,
         )
 

@@ -39,7 +39,7 @@ def transfer(work: Work, prepared: Sequence[Prepared]) -> None:
     )
     refuse_stale(work, prepared)
     for one in prepared:
-        one.other = verb.other_way(one.shape) if one.parked and one.release == Release.ALL else None
+        one.other = verb.other_way(one.shape) if one.parked else None
     run(verb, op)
     if verb.comes:
         for one in prepared:

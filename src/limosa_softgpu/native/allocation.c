@@ -162,7 +162,7 @@ void block_destroy(struct block *block)
         }
     space_give(block->address, block->bytes);
     if (!block->away)
-        node_dropped(block->id);
+        node_dropped(block->id, false);
     if (block->pool)
         pool_shrunk(block->pool, block->bytes);
     free(block->units);

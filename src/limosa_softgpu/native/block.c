@@ -166,10 +166,7 @@ void block_let_go(void *holder, uint64_t id, bool ours)
     if (!holder)
         return;
     munmap(holder, HOLDER_BYTES);
-    if (ours)
-        node_disowned(id);
-    else
-        node_dropped(id);
+    node_dropped(id, ours);
 }
 
 int block_take(int gpu, size_t bytes, enum node_kind kind, CUdeviceptr address, uint64_t *id, void **holder)
@@ -190,7 +187,7 @@ int block_take(int gpu, size_t bytes, enum node_kind kind, CUdeviceptr address, 
     }
     close(fd);
     if (error)
-        node_dropped(*id);
+        node_dropped(*id, false);
     return error;
 }
 
@@ -226,7 +223,7 @@ void block_unmap(CUdeviceptr address, size_t bytes, uint64_t id)
     int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
     if (mmap((void *)(uintptr_t)address, bytes, PROT_NONE, flags, -1, 0) == MAP_FAILED)
         node_log("a block could not be unmapped (errno %d): its memory stays taken until the process ends", errno);
-    node_dropped(id);
+    node_dropped(id, false);
 }
 
 CUresult block_result(int error)

@@ -271,7 +271,7 @@ void node_reap(bool locked)
     node_unlock(lock);
 }
 
-static void dropped(uint64_t id, bool disowned)
+void node_dropped(uint64_t id, bool disowned)
 {
     struct node_state *node = node_open();
     int place = (int)(id % NODE_MAX_BLOCKS);
@@ -284,16 +284,6 @@ static void dropped(uint64_t id, bool disowned)
         reap_place(node, place);
     }
     node_unlock(lock);
-}
-
-void node_dropped(uint64_t id)
-{
-    dropped(id, false);
-}
-
-void node_disowned(uint64_t id)
-{
-    dropped(id, true);
 }
 
 static uint64_t used(const struct node_state *node, int gpu)

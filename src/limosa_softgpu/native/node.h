@@ -144,10 +144,9 @@ int node_take(int gpu, uint64_t bytes, enum node_kind kind, int *fd, uint64_t *i
 int node_identify(int fd, uint64_t *id, int *gpu, uint64_t *bytes, enum node_kind *kind);
 
 /* Look at once whether a block is held by nobody (after its last mapping and descriptor here were let go). Without this
- * its memory is free again all the same, but goes on taking the machine's memory until somebody needs it. */
-void node_dropped(uint64_t id);
-/* Who made a block has let go of it. While others hold it, it is counted for nobody (measured, by NVML). */
-void node_disowned(uint64_t id);
+ * its memory is free again all the same, but goes on taking the machine's memory until somebody needs it. Disowned: who
+ * made it has let go of it: while others hold it, it is counted for nobody (measured, by NVML). */
+void node_dropped(uint64_t id, bool disowned);
 
 /* Give places of blocks that nobody holds back. Called with the lock held or not (locked says which). */
 void node_reap(bool locked);

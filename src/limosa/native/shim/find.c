@@ -23,7 +23,7 @@ __attribute__((visibility("hidden"))) void *shim_real_dlsym, *shim_real_dlvsym;
 
 /* Until the real dlsym is known none of the C library's functions is called: a program may have its own of that name, and be
  * asking for the real one (AddressSanitizer, linked statically). */
-static const char *past(const char *text, const char *with)
+const char *find_past(const char *text, const char *with)
 {
     while (*with && *text == *with)
         text++, with++;
@@ -32,7 +32,7 @@ static const char *past(const char *text, const char *with)
 
 static bool is_same(const char *text, const char *other)
 {
-    const char *rest = past(text, other);
+    const char *rest = find_past(text, other);
 
     return rest && !*rest;
 }
@@ -42,18 +42,6 @@ struct wanted {
     void *found;
     bool anywhere; /* not in a C library of that name, which other C libraries have not */
 };
-
-static bool is_ours(const struct dl_phdr_info *info)
-{
-    uintptr_t here = (uintptr_t)&shim_real_dlsym;
-
-    for (int i = 0; i < info->dlpi_phnum; i++) {
-        uintptr_t start = info->dlpi_addr + info->dlpi_phdr[i].p_vaddr;
-        if (info->dlpi_phdr[i].p_type == PT_LOAD && here >= start && here < start + info->dlpi_phdr[i].p_memsz)
-            return true;
-    }
-    return false;
-}
 
 /* What a library says of its symbols. */
 struct tables {
@@ -114,7 +102,7 @@ static bool look(const char *path, uintptr_t base, const ElfW(Dyn) * dynamic, st
     for (const char *at = path; *at; at++)
         if (*at == '/')
             name = at + 1;
-    if (!wanted->anywhere && !past(name, "libc.so") && !past(name, "libdl.so"))
+    if (!wanted->anywhere && !find_past(name, "libc.so") && !find_past(name, "libdl.so"))
         return false;
     if (dynamic == _DYNAMIC) /* we are */
         return false;
@@ -219,7 +207,7 @@ static int look_at_linked(struct dl_phdr_info *info, size_t size, void *data)
     const struct tables tables = tables_of(info);
 
     (void)size;
-    if (is_ours(info) || !tables.symbols || !tables.strings)
+    if (dynamic_of(info) == _DYNAMIC || !tables.symbols || !tables.strings)
         return 0;
     return !look_linked(&tables, tables.calls, data) || !look_linked(&tables, tables.data, data);
 }

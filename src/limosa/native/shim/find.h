@@ -17,6 +17,9 @@ bool find_is_driver(const void *address); /* whether it lies in libcuda */
  * last time, and nobody was asked. The loader's lock is held meanwhile. */
 bool find_linked(bool (*each)(const char *symbol, void *data), void *data);
 
+/* What follows where a text begins so, or NULL: without the C library. */
+const char *find_past(const char *text, const char *with);
+
 bool find_span(const void *address, struct span *span); /* where the library, or program, lies that it is in */
 
 #endif

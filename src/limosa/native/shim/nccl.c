@@ -117,11 +117,9 @@ static int listed(const char *symbol)
 
 bool nccl_names(const char *symbol)
 {
-    symbol += *symbol == 'p';
-    for (const char *with = "nccl"; *with; with++) /* nobody's strncmp: find.c says why */
-        if (*symbol++ != *with)
-            return false;
-    return *symbol >= 'A' && *symbol <= 'Z';
+    const char *rest = find_past(symbol + (*symbol == 'p'), "nccl");
+
+    return rest && *rest >= 'A' && *rest <= 'Z';
 }
 
 void *nccl_instead(const char *symbol, void *found)

@@ -45,7 +45,7 @@ class Bulk:
     def prepare(self) -> None:
         """Have it made, while the jobs run; as much as there is room for, none where a shim does not answer."""
         wanted: dict[int, int] = {}
-        shims = {member.pid: shim for member in self._members if (shim := self._shim(member)) is not None}
+        shims = [(member, shim) for member in self._members if (shim := self._shim(member)) is not None]
 
         def one(member: Member, shim: Shim) -> None:
             with contextlib.suppress(LimosaError):
@@ -54,12 +54,12 @@ class Bulk:
                 asked = min(shim.bulk(0), member.bytes + MOST_BESIDE)  # it may have been the application's
                 wanted[member.pid] = max(asked, member.bytes - parked)
 
-        together([partial(one, member, shims[member.pid]) for member in self._members if member.pid in shims])
+        together([partial(one, member, shim) for member, shim in shims])
         room, calls = _room(self._members), []
-        for pid, most in sorted(wanted.items()):
-            bytes_ = min(most, max(0, room))
+        for member, shim in shims:
+            bytes_ = min(wanted.get(member.pid, 0), max(0, room))
             if bytes_ >= LEAST:
-                calls.append(partial(_ask, shims[pid], bytes_))
+                calls.append(partial(_ask, shim, bytes_))
                 room -= bytes_
         together(calls)
 
